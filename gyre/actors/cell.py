@@ -1,0 +1,336 @@
+"""The cell actor: feeds its role machine (gyre.sched.role) and carries out what it returns.
+
+Events come from the store (the leader's orders), from the core (a new authoritative version), from its two processes
+(up, died), and from its own stages. Actions that take time are a stage: one task, whose end is the next event.
+
+    order -> step(state, event) -> actions -> a stage's task -> event -> step …
+
+The role machine decides; nothing here does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from gyre.actors.cell_processes import CellProcesses
+from gyre.actors.claims import Claims
+from gyre.actors.messages import (
+    Authority,
+    CellStatus,
+    CoreLeaving,
+    CoreLost,
+    CoreReady,
+    DrainEngine,
+    DrainReport,
+    EngineRoute,
+    GetCellStatus,
+    GiveBack,
+    JobFailed,
+    Ok,
+    RouteChanged,
+)
+from gyre.actors.runtime import Actor, handles
+from gyre.actors.site import Site
+from gyre.actors.switch_log import SwitchLog
+from gyre.children import Child
+from gyre.errors import GyreError
+from gyre.ids import CellId
+from gyre.sched import cell as role
+from gyre.sched.role import step
+from gyre.store.protocol import Compare, Txn
+from gyre.store.records import CellRoleRecord, Role, SnapshotRecord
+from gyre.store.typed import put_record
+
+ASK_S = 60.0
+STAGE_S = 600.0
+
+_STAGES: dict[type[role.Action], role.Stage] = {
+    role.Drain: role.Stage.DRAIN,
+    role.ReleaseEngine: role.Stage.RELEASE,
+    role.ResumeEngine: role.Stage.RESUME,
+    role.LoadWeights: role.Stage.WEIGHTS,
+    role.LoadReplica: role.Stage.LOAD,
+    role.ShipSums: role.Stage.SHIP,
+    role.OffloadReplica: role.Stage.UNLOAD,
+}
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """An event for the role machine. `serial` is that of the stage it ends; 0: it comes from outside."""
+
+    event: role.Event
+    serial: int = 0
+
+
+class CellActor(Actor):
+    def __init__(self, site: Site, cell: CellId) -> None:
+        self._site = site
+        self._cell = cell
+        self._processes = CellProcesses(site, cell)
+        self._state = role.CellState()
+        self._log = SwitchLog(site, cell)
+        self._running: asyncio.Task[None] | None = None
+        self._claims: Claims | None = None
+        self._claiming: asyncio.Task[None] | None = None
+        self._accepting = False
+
+    async def pre_start(self) -> None:
+        site = self._site
+        key = site.keys.cell_role(self._cell)
+        first = CellRoleRecord(Role.ROLLOUT, Role.RESUMING, 0, 0, "", -1)
+        await site.store.commit(Txn((Compare.created(key, 0),), (put_record(key, first),)))
+        found = await site.store.get(key, CellRoleRecord)
+        snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
+        assert found is not None
+        assert snapshot is not None
+        before = found.record
+        self._state = role.CellState(
+            desired=before.desired,
+            goal=before.desired,
+            epoch=before.epoch,
+            token=before.token,
+            traceparent=before.traceparent,
+        )
+        self.task(self._watch_orders(found.mod_revision))
+        await self._turn(role.AuthoritativeVersion(snapshot.record.version))
+        engine = await self._processes.adopt_engine(before.observed)
+        if engine is None:
+            await self._turn(role.EngineDied("not started yet"))
+        else:
+            self._watch(self._processes.engine, role.EngineDied)
+            await self._turn(role.EngineUp(engine.version, engine.released))
+        if await self._processes.adopt_replica():
+            self._watch(self._processes.replica, role.ReplicaDied)
+            await self._turn(role.ReplicaUp())
+        else:
+            await self._turn(role.ReplicaDied("not started yet"))
+
+    async def post_stop(self) -> None:
+        await self._processes.close()
+
+    # ------------------------------------------------------------------------------------------ what is heard
+
+    async def _watch_orders(self, revision: int) -> None:
+        site = self._site
+        changes = site.store.watch(site.keys.cell_role(self._cell), CellRoleRecord, revision + 1)
+        async with aclosing(changes):
+            async for change in changes:
+                if change.now is not None:
+                    order = change.now.record
+                    self.ref.tell(_Heard(role.DesiredRole(order.desired, order.epoch, order.token, order.traceparent)))
+
+    @handles(Authority)
+    async def on_authority(self, message: Authority) -> None:
+        await self._turn(role.AuthoritativeVersion(message.version))
+
+    @handles(CoreLost)
+    async def on_core_lost(self, _: CoreLost) -> None:
+        """The core actor does not know any more what the replica holds: end it, a fresh one loads the snapshot."""
+        if self._processes.replica is not None:
+            self._processes.replica.signal(9)
+
+    @handles(_Heard)
+    async def on_heard(self, message: _Heard) -> None:
+        if message.serial and message.serial != self._state.serial:
+            return  # of a stage that a death or a failure has ended before
+        event = message.event
+        if isinstance(event, role.DesiredRole) and event.epoch <= self._state.epoch:
+            return
+        await self._turn(event)
+
+    # ------------------------------------------------------------------------------------------ the role machine
+
+    async def _turn(self, event: role.Event) -> None:
+        if isinstance(event, role.ReplicaDied) and self._cell == self._site.core_cell and "core" in self._site.refs:
+            self._site.core.tell(CoreLost())
+        before = self._state
+        self._state, actions = step(before, event)
+        if self._state.epoch != before.epoch and self._state.goal is not before.role:
+            self._log.begin(self._state.epoch, before.role, self._state.desired, self._state.traceparent)
+        self._log.stage(self._state.stage.value if self._state.stage else "")
+        if isinstance(event, role.StageFailed | role.StageTimedOut):
+            reason = event.reason if isinstance(event, role.StageFailed) else f"no end within {STAGE_S:g} s"
+            self._log.failed(f"{event.stage.value}: {reason}")
+            self._site.say(f"{self._cell}: {event.stage.value} failed ({reason})")
+        if isinstance(event, role.EngineDied | role.ReplicaDied):
+            self._log.failed(event.reason)
+        for action in actions:
+            await self._carry_out(action)
+        if self._state.settled:
+            await self._log.settle(self._state.role)
+
+    async def _carry_out(self, action: role.Action) -> None:
+        site = self._site
+        match action:
+            case role.StopRouting():
+                self._accepting = False
+                if self._processes.engine_url:
+                    await self._route()
+            case role.OpenRouting():
+                self._accepting = True
+                await self._route()
+            case role.Report(now, reason):
+                if reason:
+                    site.say(f"{self._cell}: {now.value} ({reason})")
+                await self._report(now)
+                if now is Role.FAILED and site.cells == (self._cell,):
+                    site.scheduler.tell(JobFailed(f"the only cell failed: {reason}"))
+            case role.Refuse(reason):
+                site.say(f"{self._cell}: an order is refused: {reason}")
+            case role.AllowClaims():
+                await self._allow_claims()
+            case role.StopClaims():
+                if self._claims is not None:
+                    self._claims.leave()
+            case role.AbandonClaims():
+                await self._abandon_claims()
+            case role.RestartEngine():
+                self._begin(self._start_engine(), role.Stage.ENGINE)
+            case role.RestartReplica():
+                self.task(self._start_replica(), self._heard, self._replica_failed)
+            case _:
+                self._begin(self._stage(action), _STAGES[type(action)])
+
+    def _begin(self, work: Awaitable[role.Event], stage: role.Stage) -> None:
+        """Run a stage; its end is an event that counts only while nothing else has ended the stage."""
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+        serial = self._state.serial
+
+        async def run() -> role.Event:
+            try:
+                async with asyncio.timeout(STAGE_S):
+                    return await work
+            except TimeoutError:
+                return role.StageTimedOut(stage)
+            except GyreError as error:
+                return role.StageFailed(stage, str(error))
+
+        self._running = self.task(run(), lambda event: _Heard(event, serial))
+
+    def _heard(self, event: role.Event) -> _Heard:
+        return _Heard(event)
+
+    def _watch(self, child: Child | None, died: Callable[[str], role.Event]) -> None:
+        """Hear of the child's end, whenever it comes, unless another has its place by then."""
+        assert child is not None
+
+        async def wait() -> role.Event | None:
+            status = await child.wait()
+            if child not in (self._processes.engine, self._processes.replica):
+                return None
+            self._site.say(f"{child.name} (pid {child.pid}) ended: {status}")
+            return died(f"{child.name} ended: {status}")
+
+        self.task(wait(), lambda event: None if event is None else _Heard(event))
+
+    # ------------------------------------------------------------------------------------------ stages
+
+    async def _stage(self, action: role.Action) -> role.Event:
+        match action:
+            case role.Drain(move):
+                order = DrainEngine(self._cell, move, self._log.traceparent)
+                self._log.drained(await self._site.gateway.ask(order, STAGE_S, DrainReport))
+                return role.Drained()
+            case role.ReleaseEngine():
+                await self._processes.release_engine()
+                return role.Released()
+            case role.ResumeEngine():
+                await self._processes.resume_engine()
+                return role.Resumed()
+            case role.LoadWeights(version):
+                return role.WeightsLoaded(await self._processes.load_weights(version))
+            case role.LoadReplica(version):
+                return role.Loaded(await self._processes.load_replica(version))
+            case role.ShipSums():
+                await self._ship_rest()
+                return role.SumsShipped()
+            case role.OffloadReplica():
+                await self._processes.offload_replica()
+                return role.Unloaded()
+            case _:
+                raise AssertionError(f"{action} is no stage")
+
+    async def _start_engine(self) -> role.Event:
+        version = self._state.authoritative
+        await self._processes.start_engine(version)
+        self._watch(self._processes.engine, role.EngineDied)
+        return role.EngineUp(version)
+
+    async def _start_replica(self) -> role.Event:
+        await self._processes.start_replica()
+        self._watch(self._processes.replica, role.ReplicaDied)
+        return role.ReplicaUp()
+
+    def _replica_failed(self, error: Exception) -> _Heard:
+        if not isinstance(error, GyreError):
+            raise error
+        return _Heard(role.ReplicaDied(str(error)))
+
+    # ------------------------------------------------------------------------------------------ claims
+
+    async def _allow_claims(self) -> None:
+        if self._cell == self._site.core_cell:
+            await self._site.core.ask(CoreReady(self._state.replica_version), ASK_S, Ok)
+        self._claims = Claims(
+            self._site, self._cell, self._processes.replica_ref, self._state.replica_version, self._busy
+        )
+        self._claiming = self.task(self._claims.work(), on_error=self._claims_failed)
+
+    def _busy(self, busy: bool) -> None:
+        self.ref.tell(_Heard(role.MicroStepBegan() if busy else role.MicroStepEnded()))
+
+    def _claims_failed(self, error: Exception) -> object | None:
+        """The replica is gone, which its own end reports; or somebody of ours is, which the log shall say."""
+        self._site.say(f"{self._cell} stopped claiming: {error}")
+        if self._processes.replica is not None:
+            self._processes.replica.signal(9)
+        return None
+
+    async def _ship_rest(self) -> None:
+        if self._claiming is not None:
+            await asyncio.wait([self._claiming])
+        if self._claims is not None:
+            await self._claims.ship()
+        if self._cell == self._site.core_cell:
+            await self._site.core.ask(CoreLeaving(), STAGE_S, Ok)
+
+    async def _abandon_claims(self) -> None:
+        if self._claiming is not None:
+            self._claiming.cancel()
+        self._claims = self._claiming = None
+        await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
+
+    # ------------------------------------------------------------------------------------------ what is told
+
+    async def _route(self) -> None:
+        route = EngineRoute(self._cell, self._processes.engine_url, self._state.engine_version, self._accepting)
+        await self._site.gateway.ask(RouteChanged(route), ASK_S, Ok)
+
+    async def _report(self, now: Role) -> None:
+        """Write the observed role beside the desired one, which may be a newer order meanwhile."""
+        site, key = self._site, self._site.keys.cell_role(self._cell)
+        version = self._state.engine_version if now is Role.ROLLOUT else self._state.replica_version
+        while True:
+            found = await site.store.get(key, CellRoleRecord)
+            assert found is not None
+            put = put_record(key, replace(found.record, observed=now, version=version))
+            if (await site.store.commit(Txn((Compare.modified(key, found.mod_revision),), (put,)))).succeeded:
+                return
+
+    @handles(GetCellStatus)
+    async def status(self, _: GetCellStatus) -> CellStatus:
+        engine, replica, gateway = self._processes.engine, self._processes.replica, self._site.gateway_status
+        return CellStatus(
+            cell=self._cell,
+            core=self._cell == self._site.core_cell,
+            role=self._state.role,
+            version=self._state.engine_version if self._state.routing else self._state.replica_version,
+            in_flight=gateway.in_flight.get(self._cell, 0) if gateway else 0,
+            engine_pid=engine.pid if engine and engine.alive else 0,
+            replica_pid=replica.pid if replica and replica.alive else 0,
+        )

@@ -1,0 +1,205 @@
+"""A cell's two processes, engine and replica: started or adopted, reached, and told what a stage of a switch needs.
+
+One method an effect; which one comes when is the role machine's decision (gyre.sched.role). Each raises GyreError when
+it could not be done, and returns when it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre.actors.messages import LoadSnapshot, Offload, Ok, Ping, Ready
+from gyre.actors.remote import RemoteRef, connect
+from gyre.actors.site import Site
+from gyre.children import Child, ChildSpec
+from gyre.engine.client import EngineClient
+from gyre.errors import GyreError, Unavailable
+from gyre.ids import CellId
+from gyre.store.records import Role
+from gyre.train.snapshot import snapshot_path
+
+ENGINE_START_S = 180.0
+REPLICA_START_S = 300.0
+REPLICA_S = 600.0
+POLL_S = 0.05
+END_GRACE_S = 5.0
+
+_SERVING = frozenset({Role.ROLLOUT, Role.DRAINING, Role.PENDING_WEIGHTS})
+_RELEASED = frozenset({Role.LOADING, Role.TRAIN, Role.UNLOADING})
+
+
+@dataclass(frozen=True)
+class AdoptedEngine:
+    """An engine that an earlier gyred left. `version` is -1 when it holds no weights."""
+
+    version: int
+    released: bool
+
+
+class CellProcesses:
+    """The engine and the replica of `cell`."""
+
+    def __init__(self, site: Site, cell: CellId) -> None:
+        self._site = site
+        self.cell = cell
+        self.engine: Child | None = None
+        self.replica: Child | None = None
+        self.engine_url = ""
+        self._client: EngineClient | None = None
+        self._remote: RemoteRef = connect(site.child_address(self.replica_name), site.secret)
+
+    @property
+    def engine_name(self) -> str:
+        return f"engine-{self.cell}"
+
+    @property
+    def replica_name(self) -> str:
+        return f"replica-{self.cell}"
+
+    @property
+    def replica_ref(self) -> RemoteRef:
+        return self._remote
+
+    async def close(self) -> None:
+        """Let go of both; they live on."""
+        await self._remote.close()
+        await self._forget_client()
+
+    def snapshot(self, version: int) -> str:
+        return str(snapshot_path(self._site.job.snapshots, version))
+
+    # ------------------------------------------------------------------------------------------ engine
+
+    @property
+    def _ready_file(self) -> Path:
+        return self._site.job.state / f"{self.engine_name}.json"
+
+    @property
+    def client(self) -> EngineClient:
+        if self._client is None:
+            raise Unavailable(f"the engine of {self.cell} is not up")
+        return self._client
+
+    async def _forget_client(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def adopt_engine(self, observed: Role) -> AdoptedEngine | None:
+        """The engine that is there, when it is in a state that can be known; else None: it must be started."""
+        child = self._site.children.adopt().get(self.engine_name)
+        if child is None or not child.alive:
+            return None
+        self.engine = child
+        try:
+            url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
+            client = EngineClient(url)
+            info = await client.info()
+        except (OSError, ValueError, KeyError, GyreError):
+            return None
+        if observed not in _SERVING | _RELEASED:
+            await client.close()
+            return None
+        self.engine_url, self._client = url, client
+        self._site.say(f"adopted {self.engine_name} (pid {child.pid})")
+        released = observed in _RELEASED
+        return AdoptedEngine(-1 if released else info.version, released)
+
+    async def start_engine(self, version: int) -> None:
+        """End what is left of the engine and start it with snapshot `version`."""
+        site, spec = self._site, self._site.spec
+        await self._forget_client()
+        if self.engine is not None:
+            await self.engine.end(END_GRACE_S)
+        self._ready_file.unlink(missing_ok=True)
+        argv = (
+            *(sys.executable, "-m", "gyre.engine.local", "--model", self.snapshot(version), "--version", str(version)),
+            *("--ready-file", str(self._ready_file), "--secret-file", str(site.job.secret_file)),
+            *("--threads", str(spec.cells.threads), "--block-tokens", str(spec.cells.block_tokens)),
+            *("--cache-tokens", str(spec.cells.cache_tokens)),
+        )
+        log = site.job.logs / f"{self.engine_name}.log"
+        self.engine = child = await site.children.start(ChildSpec(self.engine_name, argv, log=log))
+        try:
+            async with asyncio.timeout(ENGINE_START_S):
+                while not self._ready_file.exists():
+                    if not child.alive:
+                        raise Unavailable(f"the engine ended while it started; see {log}")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise Unavailable(f"the engine was not ready within {ENGINE_START_S:g} s; see {log}") from None
+        self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
+        self._client = EngineClient(self.engine_url)
+
+    async def release_engine(self) -> None:
+        await self.client.release_memory()
+
+    async def resume_engine(self) -> None:
+        await self.client.resume_memory()
+
+    async def load_weights(self, version: int) -> int:
+        """The engine takes the snapshot's weights; the version that it then reports."""
+        await self.client.update_weights(self.snapshot(version), version)
+        return (await self.client.info()).version
+
+    # ------------------------------------------------------------------------------------------ replica
+
+    async def adopt_replica(self) -> bool:
+        child = self._site.children.adopt().get(self.replica_name)
+        if child is None or not child.alive:
+            return False
+        self.replica = child
+        try:
+            await self._remote.ask(Ping(), 5.0, Ok)
+        except GyreError:
+            return False
+        self._site.say(f"adopted {self.replica_name} (pid {child.pid})")
+        return True
+
+    async def start_replica(self) -> None:
+        """End what is left of the replica and start it; it holds no parameters yet."""
+        site, spec = self._site, self._site.spec
+        if self.replica is not None:
+            await self.replica.end(END_GRACE_S)
+        config = {
+            "model_dir": str(site.model_dir),
+            "loss": spec.loss.model_dump(mode="json"),
+            "optimizer": spec.optimizer.model_dump(mode="json"),
+            "temperature": spec.sampling.temperature,
+            "micro_batch_tokens": spec.batch.micro_step_tokens,
+            "threads": spec.cells.threads,
+        }
+        address = site.child_address(self.replica_name)
+        argv = (
+            sys.executable,
+            "-m",
+            "gyre.actors.replica_process",
+            address,
+            str(site.job.secret_file),
+            json.dumps(config),
+        )
+        log = site.job.logs / f"{self.replica_name}.log"
+        self.replica = child = await site.children.start(ChildSpec(self.replica_name, argv, log=log))
+        try:
+            async with asyncio.timeout(REPLICA_START_S):
+                while True:
+                    try:
+                        await self._remote.ask(Ping(), 5.0, Ok)
+                        return
+                    except Unavailable:
+                        if not child.alive:
+                            raise Unavailable(f"the replica ended while it started; see {log}") from None
+                        await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise Unavailable(f"the replica was not ready within {REPLICA_START_S:g} s; see {log}") from None
+
+    async def load_replica(self, version: int) -> int:
+        ready = await self._remote.ask(LoadSnapshot(self.snapshot(version), version), REPLICA_S, Ready)
+        return ready.version
+
+    async def offload_replica(self) -> None:
+        await self._remote.ask(Offload(), REPLICA_S, Ok)

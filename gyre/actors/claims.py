@@ -1,0 +1,120 @@
+"""A cell's work in train: claim a micro-step, run it, and ship the gradient sums; the loop of DESIGN §8.
+
+Sums are shipped when there is nothing left to claim, so that a batch waits for nobody, and when the cell leaves. The
+core's ledger has the last word on every shipment: sums that it refuses are gone and their micro-steps wait again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable
+
+from gyre.actors.messages import (
+    Claim,
+    ClaimMicroStep,
+    DropOwnSums,
+    GiveBack,
+    JobFailed,
+    Merged,
+    MicroStep,
+    MicroStepDone,
+    Ok,
+    RunMicroStep,
+    ShipSums,
+    SumsShipped,
+    SumsStaged,
+)
+from gyre.actors.remote import RemoteRef
+from gyre.actors.site import Site
+from gyre.errors import GyreError, Unavailable
+from gyre.ids import CellId
+
+ASK_S = 30.0
+MICRO_STEP_S = 3600.0
+SHIP_S = 120.0
+IDLE_S = 0.2
+FAILED_S = 1.0
+TRIES = 5
+
+
+class Claims:
+    """The claims of one stay in train, at one version. `on_busy` is told when a micro-step begins and ends."""
+
+    def __init__(
+        self, site: Site, cell: CellId, replica: RemoteRef, version: int, on_busy: Callable[[bool], None]
+    ) -> None:
+        self._site = site
+        self._cell = cell
+        self._replica = replica
+        self._version = version
+        self._on_busy = on_busy
+        self._leaving = asyncio.Event()
+        self._held = 0
+        self._failures = 0
+        self._metrics: Counter[str] = Counter()
+
+    def leave(self) -> None:
+        """Claim no more; what runs is finished."""
+        self._leaving.set()
+
+    async def work(self) -> None:
+        """Claim and run micro-steps until `leave`. Raises Unavailable when the replica is gone."""
+        while not self._leaving.is_set():
+            claim = await self._site.core.ask(ClaimMicroStep(self._cell, self._version), ASK_S, Claim)
+            if claim.work is not None:
+                await self._run(claim.work)
+                continue
+            await self.ship()
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await self._leaving.wait()
+            except TimeoutError:
+                continue
+
+    async def _run(self, work: MicroStep) -> None:
+        self._on_busy(True)
+        try:
+            order = RunMicroStep(work, self._site.child_address("gateway"))
+            done = await self._replica.ask(order, MICRO_STEP_S, MicroStepDone)
+        except Unavailable:
+            raise
+        except GyreError as error:
+            await self._fail(f"{work.micro_step} on {self._cell} failed ({error})")
+        else:
+            self._held += 1
+            self._failures = 0
+            self._metrics.update(done.metrics)
+            self._metrics.update({"seconds_sum": done.seconds, "tokens_count": float(work.tokens)})
+        finally:
+            self._on_busy(False)
+
+    async def _fail(self, reason: str) -> None:
+        """What the replica holds cannot be told any more: forget it and let the micro-steps be done again."""
+        self._site.say(f"{reason}; its micro-steps are given back")
+        self._held = 0
+        self._metrics.clear()
+        await self._replica.ask(DropOwnSums(), ASK_S, Ok)
+        await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
+        self._failures += 1
+        if self._failures >= TRIES:
+            self._site.scheduler.tell(JobFailed(f"{self._failures} micro-steps in a row failed: {reason}"))
+        await asyncio.sleep(FAILED_S)
+
+    async def ship(self) -> None:
+        """Send the sums of what was run since the last time, if any, and have them merged."""
+        if not self._held:
+            return
+        transfer = f"{self._cell}-{secrets.token_hex(6)}"
+        core = "" if self._cell == self._site.core_cell else self._site.child_address(f"replica-{self._site.core_cell}")
+        metrics, self._metrics, self._held = dict(self._metrics), Counter(), 0
+        try:
+            shipped = await self._replica.ask(ShipSums(core, transfer), SHIP_S, SumsShipped)
+        except Unavailable:
+            raise
+        except GyreError as error:
+            await self._fail(f"the sums of {self._cell} could not be shipped ({error})")
+            return
+        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, metrics)
+        await self._site.core.ask(message, SHIP_S, Merged)

@@ -1,0 +1,454 @@
+"""The core actor: it turns settled groups into micro-steps, and merged micro-steps into the next snapshot.
+
+A batch, as DESIGN §8 has it:
+
+    groups settle     -> their plan's micro-steps enter the ledger
+    a cell claims     -> one micro-step, under a deadline
+    a cell ships      -> its sums are staged whole on the core's replica; the ledger says whether they count; merge once
+    all are merged    -> divide, clip, step; the snapshot is on disk; one transaction publishes it, the step's record,
+                         and the groups as consumed
+
+The transaction is the point after which a step is taken. Whatever dies before it, the batch begins again from the same
+groups at the same version; whatever dies after it, nothing of the batch is trained again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from gyre.actors.messages import (
+    Authority,
+    Claim,
+    ClaimMicroStep,
+    CoreLeaving,
+    CoreLost,
+    CoreReady,
+    DropSums,
+    GetProgress,
+    GiveBack,
+    Lead,
+    Merged,
+    MergeSums,
+    MicroStep,
+    Ok,
+    OptimizerStep,
+    Progress,
+    Progressed,
+    StepDone,
+    SumsStaged,
+)
+from gyre.actors.remote import RemoteRef, connect
+from gyre.actors.runtime import Actor, handles
+from gyre.actors.site import Site
+from gyre.errors import GyreError
+from gyre.ids import MicroStepId
+from gyre.sched.launch import batch_of, group_id
+from gyre.store.election import Verdict, fenced_txn, publish_snapshot_txn, verdict
+from gyre.store.protocol import Compare
+from gyre.store.records import (
+    GroupRecord,
+    GroupState,
+    JobRecord,
+    JobState,
+    Purpose,
+    RunRecord,
+    SnapshotRecord,
+    StepRecord,
+)
+from gyre.store.typed import Versioned, put_record
+from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, learning_rate, plan
+from gyre.train.ledger import Ledger
+from gyre.train.snapshot import keep_newest, snapshot_path
+from gyre.wire import record
+
+ASK_S = 30.0
+STEP_S = 600.0
+STEP_TRIES = 3
+KEEP_SNAPSHOTS = 4
+
+
+@record("core.group_changed")
+@dataclass(frozen=True)
+class _GroupChanged:
+    group: GroupRecord
+
+
+@record("core.step_failed")
+@dataclass(frozen=True)
+class _StepFailed:
+    reason: str
+
+
+@record("core.expire")
+@dataclass(frozen=True)
+class _Expire:
+    pass
+
+
+@dataclass
+class _Batch:
+    """The batch in preparation."""
+
+    ledger: Ledger
+    plans: dict[int, GroupPlan] = field(default_factory=dict[int, GroupPlan])
+    merged: set[MicroStepId] = field(default_factory=set[MicroStepId])
+    metrics: Counter[str] = field(default_factory=Counter[str])
+    """Sums over merged micro-steps, so that each counts once."""
+
+    def untrained(self) -> list[MicroStep]:
+        return [work for made in self.plans.values() for work in made.micro_steps if work.micro_step not in self.merged]
+
+    def restart(self) -> int:
+        """What was merged is lost: it is all to do again. Returns how many micro-steps that is."""
+        self.merged.clear()
+        self.metrics.clear()
+        return len(self.ledger.restart())
+
+
+class CoreActor(Actor):
+    """Owns the ledger of the batch in preparation, and the authority over the snapshot."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._token = 0
+        self._snapshot: Versioned[SnapshotRecord] | None = None
+        self._batch: _Batch | None = None
+        self._ready = False
+        self._fresh = True
+        """The core's replica may still hold sums of a batch that this actor knows nothing of."""
+        self._stepping = False
+        self._stepped = asyncio.Event()
+        self._failures = 0
+        self._train_tokens = 0.0
+        self._train_s = 0.0
+        self._replica: RemoteRef | None = None
+
+    async def pre_start(self) -> None:
+        site = self._site
+        snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
+        assert snapshot is not None, "the node starts its core after the first snapshot"
+        self._replica = connect(site.child_address(f"replica-{site.core_cell}"), site.secret)
+        await self._begin(snapshot)
+        self.task(self._watch_groups())
+        self.after(1.0, _Expire())
+        site.scheduler.tell(Progressed())
+
+    async def post_stop(self) -> None:
+        if self._replica is not None:
+            await self._replica.close()
+
+    # ------------------------------------------------------------------------------------------ the batch grows
+
+    async def _begin(self, snapshot: Versioned[SnapshotRecord]) -> None:
+        """A new batch at this snapshot, with the groups that have settled already."""
+        site, version = self._site, snapshot.record.version
+        self._snapshot = snapshot
+        self._batch = _Batch(Ledger(version + 1, version))
+        if version >= site.spec.job.steps:
+            self._batch.ledger.close()
+            return
+        for index in batch_of(version + 1, site.spec.batch.groups):
+            group = await site.store.get(site.keys.group(group_id(Purpose.TRAIN, index)), GroupRecord)
+            if group is not None and group.record.state is GroupState.SETTLED:
+                await self._plan(group.record)
+
+    async def _watch_groups(self) -> None:
+        site = self._site
+        prefix = f"{site.keys.root}groups/"
+        listing = await site.store.range(prefix, GroupRecord)
+        for item in listing.items:
+            self.ref.tell(_GroupChanged(item.record))
+        changes = site.store.watch(prefix, GroupRecord, listing.revision + 1)
+        async with aclosing(changes):
+            async for change in changes:
+                if change.now is not None:
+                    self.ref.tell(_GroupChanged(change.now.record))
+
+    @handles(_GroupChanged)
+    async def on_group(self, message: _GroupChanged) -> None:
+        group = message.group
+        if group.purpose is Purpose.TRAIN and group.state is GroupState.SETTLED:
+            await self._plan(group)
+            await self._step_if_due()
+
+    async def _plan(self, group: GroupRecord) -> None:
+        batch, spec = self._batch, self._site.spec
+        assert batch is not None
+        members = batch_of(batch.ledger.step, spec.batch.groups)
+        if group.index not in members or group.index in batch.plans or batch.ledger.closed:
+            return
+        runs: list[SettledRun] = []
+        for run_id in group.runs:
+            run = await self._site.store.get(self._site.keys.run(run_id), RunRecord)
+            if run is None or run.record.outcome is None or run.record.trace is None:
+                continue
+            found = run.record
+            assert found.outcome is not None
+            assert found.trace is not None
+            runs.append(SettledRun(run_id, found.attempt, found.reward, found.outcome, found.trace))
+        made = plan(
+            SettledGroup(group.group, tuple(runs)),
+            batch.ledger.version,
+            spec.batch.staleness,
+            spec.batch,
+            spec.loss,
+            batch.ledger.step,
+        )
+        batch.plans[group.index] = made
+        batch.ledger.add(made.micro_steps)
+        if len(batch.plans) == len(members):
+            batch.ledger.close()
+        self._site.scheduler.tell(Progressed())
+
+    # ------------------------------------------------------------------------------------------ cells at work
+
+    @handles(ClaimMicroStep)
+    async def claim(self, message: ClaimMicroStep) -> Claim:
+        batch = self._batch
+        if batch is None or message.version != batch.ledger.version or self._fresh:
+            return Claim(None)
+        work = batch.ledger.claim(message.cell, self.now_s, self._site.spec.batch.claim_s)
+        if work is not None:
+            self._site.scheduler.tell(Progressed())
+        return Claim(work)
+
+    @handles(SumsStaged)
+    async def staged(self, message: SumsStaged) -> Merged:
+        batch = self._batch
+        assert batch is not None
+        assert self._replica is not None
+        why = batch.ledger.refusal(message.transfer, message.cell, message.micro_steps, message.version)
+        if not batch.ledger.shipped(message.transfer, message.cell, message.micro_steps, message.version):
+            self._site.say(f"sums of {message.cell} are refused: {why}")
+            return Merged(False)
+        try:
+            await self._replica.ask(MergeSums(message.transfer), ASK_S, Ok)
+        except GyreError as error:
+            # Whether it was merged cannot be known: all sums of the batch are taken back and made anew.
+            self._restart_batch(f"the core's replica did not merge ({error})")
+            return Merged(False)
+        batch.merged.update(message.micro_steps)
+        batch.metrics.update(message.metrics)
+        self._train_tokens += message.metrics.get("tokens_count", 0.0)
+        self._train_s += message.metrics.get("seconds_sum", 0.0)
+        self._site.scheduler.tell(Progressed())
+        await self._step_if_due()
+        return Merged(True)
+
+    @handles(GiveBack)
+    async def give_back(self, message: GiveBack) -> Ok:
+        if self._batch is not None:
+            returned = self._batch.ledger.forfeit(message.cell)
+            if returned:
+                self._site.say(f"{message.cell} gave back {len(returned)} micro-steps")
+                self._site.scheduler.tell(Progressed())
+        return Ok()
+
+    @handles(_Expire)
+    async def expire(self, _: _Expire) -> None:
+        if self._batch is not None:
+            late = self._batch.ledger.expire(self.now_s)
+            if late:
+                self._site.say(f"{len(late)} micro-steps were claimed and not shipped in time; they wait again")
+                self._site.scheduler.tell(Progressed())
+        self.after(1.0, _Expire())
+
+    # ------------------------------------------------------------------------------------------ the core's replica
+
+    @handles(CoreReady)
+    async def core_ready(self, message: CoreReady) -> Ok:
+        batch = self._batch
+        assert batch is not None
+        assert self._replica is not None
+        if message.version == batch.ledger.version:
+            if self._fresh:
+                await self._replica.ask(DropSums(), ASK_S, Ok)
+                self._fresh = False
+            self._ready = True
+            await self._step_if_due()
+        return Ok()
+
+    @handles(CoreLeaving, concurrent=True)
+    async def core_leaving(self, _: CoreLeaving) -> Ok:
+        while self._stepping:
+            await self._stepped.wait()
+        self._ready = False
+        return Ok()
+
+    @handles(CoreLost)
+    async def core_lost(self, _: CoreLost) -> None:
+        self._ready, self._fresh = False, True
+        if self._batch is not None:
+            lost = self._batch.restart()
+            if lost:
+                self._site.say(f"the core's replica died with {lost} merged micro-steps; they are done again")
+
+    def _restart_batch(self, reason: str) -> None:
+        """What the core's replica holds is not known any more: end it, and do the batch's micro-steps again."""
+        self._site.say(f"{reason}; the batch of step {self._batch.ledger.step if self._batch else 0} is done again")
+        self._site.cell(self._site.core_cell).tell(CoreLost())
+        self._ready, self._fresh = False, True
+        if self._batch is not None:
+            self._batch.restart()
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    @handles(Lead)
+    async def lead(self, message: Lead) -> None:
+        self._token = message.token
+        await self._step_if_due()
+
+    def _step_due(self) -> bool:
+        batch, steps = self._batch, self._site.spec.job.steps
+        return batch is not None and batch.ledger.complete and batch.ledger.step <= steps and not self._stepping
+
+    async def _step_if_due(self) -> None:
+        batch = self._batch
+        if batch is None or not self._step_due():
+            return
+        self._site.scheduler.tell(Progressed())
+        scored = sum(made.scored_runs for made in batch.plans.values())
+        if scored == 0:
+            await self._fail("no run of the batch could be scored; see the runs' reasons in the log")
+            return
+        if not self._ready or self._token == 0:
+            return
+        assert self._replica is not None
+        self._stepping = True
+        self._stepped.clear()
+        ledger, spec = batch.ledger, self._site.spec
+        order = OptimizerStep(
+            step=ledger.step,
+            version=ledger.version + 1,
+            scored_runs=scored,
+            lr=learning_rate(spec.optimizer, ledger.step),
+            path=str(snapshot_path(self._site.job.snapshots, ledger.version + 1)),
+        )
+        self.task(self._replica.ask(order, STEP_S, StepDone), lambda done: done, lambda error: _StepFailed(str(error)))
+
+    @handles(_StepFailed)
+    async def step_failed(self, message: _StepFailed) -> None:
+        self._end_step()
+        self._failures += 1
+        if self._failures >= STEP_TRIES:
+            await self._fail(f"the optimizer step failed {self._failures} times: {message.reason}")
+        else:
+            self._restart_batch(f"the optimizer step failed ({message.reason})")
+
+    @handles(StepDone)
+    async def step_done(self, done: StepDone) -> None:
+        """The snapshot is on disk: publish it, and begin the next batch."""
+        site, batch, old = self._site, self._batch, self._snapshot
+        assert batch is not None
+        assert old is not None
+        path = snapshot_path(site.job.snapshots, done.version)
+        record = SnapshotRecord(done.version, done.digest, str(path))
+        step = self._step_record(batch, done)
+        while True:
+            job = await site.store.get(site.keys.job, JobRecord)
+            assert job is not None
+            consumed = replace(
+                job.record, consumed_groups=job.record.consumed_groups + len(step.groups), active_s=site.active_s()
+            )
+            puts = [put_record(site.keys.step(step.step), step), put_record(site.keys.job, consumed)]
+            for group in step.groups:
+                found = await site.store.get(site.keys.group(group), GroupRecord)
+                assert found is not None
+                taken = replace(found.record, state=GroupState.CONSUMED, step=step.step)
+                puts.append(put_record(site.keys.group(group), taken))
+            fence = (Compare.modified(site.keys.job, job.mod_revision),)
+            result = await site.store.commit(publish_snapshot_txn(site.keys, self._token, old, record, puts, fence))
+            outcome = verdict(result, self._token)
+            if outcome is Verdict.WRITTEN:
+                break
+            now = await site.store.get(site.keys.snapshot, SnapshotRecord)
+            if outcome is Verdict.DEPOSED or now is None or now.mod_revision != old.mod_revision:
+                self._end_step()
+                self._restart_batch("another leader has published meanwhile")
+                return
+        self._failures = 0
+        site.say(
+            f"step {step.step}: mean reward {step.mean_reward:.3f}, {step.counted_tokens} tokens, version {done.version}"
+        )
+        published = await site.store.get(site.keys.snapshot, SnapshotRecord)
+        assert published is not None
+        self._ready, self._fresh = False, False
+        await self._begin(published)
+        self._end_step()
+        keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)
+        authority = Authority(done.version, str(path))
+        site.gateway.tell(authority)
+        for cell in site.cells:
+            site.cell(cell).tell(authority)
+        site.scheduler.tell(Progressed())
+
+    def _step_record(self, batch: _Batch, done: StepDone) -> StepRecord:
+        plans = [batch.plans[index] for index in sorted(batch.plans)]
+        scored = sum(made.scored_runs for made in plans)
+        return StepRecord(
+            step=batch.ledger.step,
+            version=done.version,
+            groups=tuple(made.group for made in plans),
+            scored_runs=scored,
+            mean_reward=sum(made.reward_sum for made in plans) / scored,
+            counted_tokens=sum(made.counted_tokens for made in plans),
+            micro_steps=batch.ledger.total,
+            cells=batch.ledger.cells,
+            metrics=step_metrics(batch.metrics, done.metrics, scored)
+            | {
+                "max_lag": float(max(made.max_lag for made in plans)),
+                "withheld_tokens": float(sum(made.withheld_tokens for made in plans)),
+            },
+            finished_unix_s=time.time(),
+        )
+
+    def _end_step(self) -> None:
+        self._stepping = False
+        self._stepped.set()
+
+    async def _fail(self, reason: str) -> None:
+        """The job cannot go on: say so in its record. The node ends it."""
+        site = self._site
+        site.say(f"the job fails: {reason}")
+        job = await site.store.get(site.keys.job, JobRecord)
+        assert job is not None
+        failed = replace(job.record, state=JobState.FAILED, reason=reason, active_s=site.active_s())
+        if self._token:
+            await site.store.commit(fenced_txn(site.keys, self._token, puts=(put_record(site.keys.job, failed),)))
+
+    # ------------------------------------------------------------------------------------------ how it stands
+
+    @handles(GetProgress)
+    async def progress(self, _: GetProgress) -> Progress:
+        batch = self._batch
+        assert batch is not None
+        ledger = batch.ledger
+        untrained = batch.untrained()
+        return Progress(
+            step=ledger.step,
+            planned_groups=len(batch.plans),
+            untrained_runs=len({item.run for work in untrained for item in work.lineages}),
+            untrained_tokens=sum(work.tokens for work in untrained),
+            merged_micro_steps=ledger.merged,
+            micro_steps=ledger.total,
+            step_due=self._step_due() or self._stepping,
+            train_tokens_s=self._train_tokens / self._train_s if self._train_s > 0 else 0.0,
+        )
+
+
+def step_metrics(sums: Mapping[str, float], step: Mapping[str, float], scored_runs: int) -> dict[str, float]:
+    """The batch's metrics from the sums over its micro-steps (names of gyre.loss.objectives) and the step's own."""
+    tokens = sums.get("token_count", 0.0) or 1.0
+    return {
+        "loss": sums.get("weighted_loss_sum", 0.0) / scored_runs,
+        "clip_fraction": sums.get("clipped_count", 0.0) / tokens,
+        "kl": sums.get("kl_sum", 0.0) / tokens,
+        "ratio_deviation": sums.get("ratio_deviation_sum", 0.0) / tokens,
+        "logp_gap": sums.get("logp_gap_sum", 0.0) / tokens,
+        **step,
+    }

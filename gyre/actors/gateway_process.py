@@ -1,0 +1,107 @@
+"""The gateway's process: the proxy (gyre.proxy) behind an actor.
+
+    python -m gyre.actors.gateway_process ADDRESS SECRET_FILE CONFIG_JSON
+
+The actor takes the node's orders and hands lineages to the replicas; the proxy serves the harnesses. Exit code 2: what it
+was told cannot be gone by (a port in use, a model it cannot read).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from gyre.actors.messages import (
+    CloseRun,
+    DrainEngine,
+    DrainReport,
+    GatewayStatus,
+    GetGatewayStatus,
+    GetLineages,
+    Lineages,
+    Ok,
+    OpenRun,
+    Ping,
+    SetRoutes,
+)
+from gyre.actors.remote import serve
+from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.errors import GyreError
+from gyre.proxy.gateway import Gateway, GatewayConfig
+from gyre.trajectory.records import RunTrace
+
+
+class GatewayFront(Actor):
+    """The gateway as its node and the replicas reach it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    @handles(Ping, concurrent=True)
+    async def ping(self, _: Ping) -> Ok:
+        return Ok()
+
+    @handles(SetRoutes)
+    async def set_routes(self, message: SetRoutes) -> Ok:
+        await self._gateway.set_routes(message)
+        return Ok()
+
+    @handles(DrainEngine, concurrent=True)
+    async def drain(self, message: DrainEngine) -> DrainReport:
+        return await self._gateway.drain(message)
+
+    @handles(OpenRun, concurrent=True)
+    async def open_run(self, message: OpenRun) -> Ok:
+        await self._gateway.open_run(message)
+        return Ok()
+
+    @handles(CloseRun, concurrent=True)
+    async def close_run(self, message: CloseRun) -> RunTrace:
+        return await self._gateway.close_run(message)
+
+    @handles(GetLineages, concurrent=True)
+    async def lineages(self, message: GetLineages) -> Lineages:
+        return self._gateway.lineages(message)
+
+    @handles(GetGatewayStatus, concurrent=True)
+    async def status(self, _: GetGatewayStatus) -> GatewayStatus:
+        return self._gateway.status()
+
+
+async def run(address: str, secret: str, config: dict[str, Any]) -> None:
+    """Serve until SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
+    gateway = Gateway(GatewayConfig(**folders, **config))
+    await gateway.start()
+    try:
+        async with ActorSystem.running("gateway") as system:
+            front = system.spawn("front", lambda: GatewayFront(gateway))
+            async with serve(front, address, secret):
+                await stopped.wait()
+    finally:
+        await gateway.stop()
+
+
+def main() -> int:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    address, secret_file, config = sys.argv[1:]
+    try:
+        asyncio.run(run(address, Path(secret_file).read_text(encoding="ascii").strip(), json.loads(config)))
+    except GyreError as error:
+        print(f"gyre.gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,539 @@
+"""The messages between actors, each a record that can cross a process.
+
+An ask names its answer in its docstring. Addresses are those of gyre.actors.remote: `unix:/path` or `tcp:host:port`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gyre.ids import CellId, MicroStepId, RunId
+from gyre.store.records import Role
+from gyre.trajectory.records import Lineage
+from gyre.wire import record
+
+# ---------------------------------------------------------------------------------------------- any actor
+
+
+@record("ok")
+@dataclass(frozen=True)
+class Ok:
+    """Done; nothing more to say."""
+
+
+@record("ping")
+@dataclass(frozen=True)
+class Ping:
+    """-> Ok."""
+
+
+# ---------------------------------------------------------------------------------------------- gateway
+
+
+@record("engine_route")
+@dataclass(frozen=True)
+class EngineRoute:
+    """One cell's engine as the gateway may use it."""
+
+    cell: CellId
+    url: str
+    version: int
+    """The version it last reported."""
+    accepting: bool
+
+
+@record("set_routes")
+@dataclass(frozen=True)
+class SetRoutes:
+    """The engines, whole, at the authoritative `version`. A call is sent only where accepting and version equal. -> Ok."""
+
+    version: int
+    engines: tuple[EngineRoute, ...]
+
+
+@record("drain_engine")
+@dataclass(frozen=True)
+class DrainEngine:
+    """Stop every request in flight on `cell` at a token boundary, and carry it on elsewhere with its KV. -> DrainReport.
+
+    The cell takes no new request from the moment this arrives until a SetRoutes says `accepting`. With `move` false
+    the KV is left behind (its version dies). When no other engine is open the calls wait in the gateway's queue.
+    """
+
+    cell: CellId
+    move: bool
+    traceparent: str
+
+
+@record("drain_report")
+@dataclass(frozen=True)
+class DrainReport:
+    requests: int
+    moved_blocks: int
+    moved_bytes: int
+    stop_s: float
+    """Until the last request had stopped."""
+    move_s: float
+    """Until the last block had moved."""
+
+
+@record("open_run")
+@dataclass(frozen=True)
+class OpenRun:
+    """Let `run` in under `/run/<run>/<key>/…`. Opening a higher attempt discards what the lower one did. -> Ok."""
+
+    run: RunId
+    attempt: int
+    key: str
+    profile: str
+    temperature: float
+    max_tokens: int
+
+
+@record("close_run")
+@dataclass(frozen=True)
+class CloseRun:
+    """End the run's calls, write its selected lineages durably. May be repeated. -> RunTrace."""
+
+    run: RunId
+    attempt: int
+
+
+@record("get_lineages")
+@dataclass(frozen=True)
+class GetLineages:
+    """-> Lineages. The selected lineages of a closed run, by index."""
+
+    run: RunId
+    attempt: int
+    indices: tuple[int, ...]
+
+
+@record("lineages")
+@dataclass(frozen=True)
+class Lineages:
+    lineages: tuple[Lineage, ...]
+
+
+@record("get_gateway_status")
+@dataclass(frozen=True)
+class GetGatewayStatus:
+    """-> GatewayStatus."""
+
+
+@record("gateway_status")
+@dataclass(frozen=True)
+class GatewayStatus:
+    base_url: str
+    """`http://127.0.0.1:<port>`."""
+    open_runs: int
+    calls_in_flight: int
+    calls_waiting: int
+    in_flight: dict[str, int]
+    """Requests in flight by cell."""
+    calls: int
+    sampled_tokens: int
+    max_silence_s: float
+    prefix_tokens_recomputed: int
+    failed_runs: dict[str, str]
+    """Runs that the gateway had to stop, and why (a full disk under the journal)."""
+
+
+# ---------------------------------------------------------------------------------------------- replica
+
+
+@record("lineage_work")
+@dataclass(frozen=True)
+class LineageWork:
+    """One lineage of a micro-step, with what turns its token losses into its share of the batch's loss."""
+
+    run: RunId
+    attempt: int
+    index: int
+    advantage: float
+    run_counted_tokens: int
+    """T_i, over all lineages of the run."""
+
+
+@record("micro_step")
+@dataclass(frozen=True)
+class MicroStep:
+    """The unit of training work that a cell claims: whole lineages, and the version whose weights it is for."""
+
+    micro_step: MicroStepId
+    step: int
+    version: int
+    lineages: tuple[LineageWork, ...]
+    tokens: int
+
+
+@record("load_snapshot")
+@dataclass(frozen=True)
+class LoadSnapshot:
+    """Take the parameters of the snapshot folder at `path` into memory; drop any gradient sums. -> Ready."""
+
+    path: str
+    version: int
+
+
+@record("ready")
+@dataclass(frozen=True)
+class Ready:
+    version: int
+    layout_hash: str
+
+
+@record("run_micro_step")
+@dataclass(frozen=True)
+class RunMicroStep:
+    """Forward-backward of one micro-step; its gradient is added to the replica's sums. -> MicroStepDone.
+
+    `gateway` is the address where the lineages are to be had.
+    """
+
+    work: MicroStep
+    gateway: str
+
+
+@record("micro_step_done")
+@dataclass(frozen=True)
+class MicroStepDone:
+    micro_step: MicroStepId
+    seconds: float
+    metrics: dict[str, float]
+    """Sums over counted tokens or lineages (names end in `_sum` or `_count`), so that they add up over cells."""
+
+
+@record("ship_sums")
+@dataclass(frozen=True)
+class ShipSums:
+    """Send the gradient sums to the core's replica at `core` as transfer `transfer`, then zero them. -> SumsShipped.
+
+    When this replica is the core's own (`core` empty) the sums stay where they are.
+    """
+
+    core: str
+    transfer: str
+
+
+@record("sums_shipped")
+@dataclass(frozen=True)
+class SumsShipped:
+    transfer: str
+    micro_steps: tuple[MicroStepId, ...]
+    bytes: int
+
+
+@record("stage_sums")
+@dataclass(frozen=True)
+class StageSums:
+    """Replica to core replica: one whole set of sums, kept aside until MergeSums names it. -> Ok, or Refused."""
+
+    transfer: str
+    layout_hash: str
+    version: int
+    micro_steps: tuple[MicroStepId, ...]
+    data: bytes
+
+
+@record("merge_sums")
+@dataclass(frozen=True)
+class MergeSums:
+    """Add staged transfer `transfer` into the batch's sums, once. Only after the ledger accepted its ids. -> Ok."""
+
+    transfer: str
+
+
+@record("drop_sums")
+@dataclass(frozen=True)
+class DropSums:
+    """Forget all sums, own and staged: a new batch begins, or this one begins again. -> Ok."""
+
+
+@record("drop_own_sums")
+@dataclass(frozen=True)
+class DropOwnSums:
+    """Forget the sums that were not shipped; what is staged or merged stays. -> Ok."""
+
+
+@record("optimizer_step")
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Divide the batch's sums by `scored_runs`, clip, step, and write snapshot `version` whole at `path`. -> StepDone."""
+
+    step: int
+    version: int
+    scored_runs: int
+    lr: float
+    path: str
+
+
+@record("step_done")
+@dataclass(frozen=True)
+class StepDone:
+    version: int
+    digest: str
+    metrics: dict[str, float]
+
+
+@record("offload")
+@dataclass(frozen=True)
+class Offload:
+    """Give the memory of parameters and sums back; the process and its groups stay. -> Ok."""
+
+
+# ---------------------------------------------------------------------------------------------- node (gyrectl's side)
+
+
+@record("get_status")
+@dataclass(frozen=True)
+class GetStatus:
+    """-> Status."""
+
+
+@record("cell_status")
+@dataclass(frozen=True)
+class CellStatus:
+    cell: CellId
+    core: bool
+    role: Role
+    version: int
+    in_flight: int
+    engine_pid: int
+    replica_pid: int
+
+
+@record("status")
+@dataclass(frozen=True)
+class Status:
+    """What the live view and `gyrectl status` show."""
+
+    job: str
+    state: str
+    phase: str
+    """`starting`, `held-out before`, `training`, `held-out after`, `finished`, `stopping`, `failed`."""
+    reason: str
+    step: int
+    steps: int
+    version: int
+    mean_reward: float | None
+    """Of the last step."""
+    rewards: tuple[float, ...]
+    """Of every step so far."""
+    heldout_before: float | None
+    heldout_after: float | None
+    heldout_done: int
+    heldout_total: int
+    queued: int
+    live: int
+    settled: int
+    groups_ready: int
+    micro_steps_done: int
+    micro_steps: int
+    cells: tuple[CellStatus, ...]
+    rollout_to_train: int
+    train_to_rollout: int
+    calls: int
+    sampled_tokens: int
+    max_silence_s: float
+    pids: dict[str, int]
+    """Every child process by name."""
+    base_url: str
+    active_s: float
+    events: tuple[str, ...]
+    """The last lines of what happened, newest last."""
+
+
+@record("stop_job")
+@dataclass(frozen=True)
+class StopJob:
+    """End all runs and children cleanly; gyred exits when done. -> Ok at once."""
+
+    reason: str
+
+
+@record("get_trace")
+@dataclass(frozen=True)
+class GetTrace:
+    """-> Trace. `switch` is a switch id, or a trace id, or empty for the last one."""
+
+    switch: str
+
+
+@record("span_record")
+@dataclass(frozen=True)
+class SpanRecord:
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    start_unix_ns: int
+    end_unix_ns: int
+    attributes: dict[str, str]
+    error: str
+
+
+@record("trace")
+@dataclass(frozen=True)
+class Trace:
+    spans: tuple[SpanRecord, ...]
+
+
+# ---------------------------------------------------------------------------------------------- among a node's actors
+
+
+@record("authority")
+@dataclass(frozen=True)
+class Authority:
+    """The authoritative snapshot, as the core published it. Told to every cell and to the gateway."""
+
+    version: int
+    path: str
+
+
+@record("route_changed")
+@dataclass(frozen=True)
+class RouteChanged:
+    """Cell to gateway actor: this is how my engine may be used from now on. -> Ok, once the proxy goes by it."""
+
+    route: EngineRoute
+
+
+@record("lead")
+@dataclass(frozen=True)
+class Lead:
+    """Scheduler to core actor: writes are fenced by `token` from now on; 0: not the leader any more."""
+
+    token: int
+
+
+@record("claim_micro_step")
+@dataclass(frozen=True)
+class ClaimMicroStep:
+    """-> Claim."""
+
+    cell: CellId
+    version: int
+    """The version whose parameters the cell's replica holds."""
+
+
+@record("claim")
+@dataclass(frozen=True)
+class Claim:
+    work: MicroStep | None
+
+
+@record("sums_staged")
+@dataclass(frozen=True)
+class SumsStaged:
+    """The core's replica holds transfer `transfer` whole; may it be merged? -> Merged."""
+
+    cell: CellId
+    transfer: str
+    micro_steps: tuple[MicroStepId, ...]
+    version: int
+    metrics: dict[str, float]
+
+
+@record("merged")
+@dataclass(frozen=True)
+class Merged:
+    accepted: bool
+
+
+@record("give_back")
+@dataclass(frozen=True)
+class GiveBack:
+    """The cell lost what it had claimed (its replica died): let others have it. -> Ok."""
+
+    cell: CellId
+
+
+@record("core_ready")
+@dataclass(frozen=True)
+class CoreReady:
+    """The core cell is in train and its replica holds `version`, with no sums of an unfinished batch in it. -> Ok."""
+
+    version: int
+
+
+@record("core_leaving")
+@dataclass(frozen=True)
+class CoreLeaving:
+    """The core cell is about to leave train. -> Ok, once no optimizer step is under way."""
+
+
+@record("core_lost")
+@dataclass(frozen=True)
+class CoreLost:
+    """The core's replica died, and with it the sums merged so far."""
+
+
+@record("get_progress")
+@dataclass(frozen=True)
+class GetProgress:
+    """-> Progress."""
+
+
+@record("progress")
+@dataclass(frozen=True)
+class Progress:
+    """How far the batch is."""
+
+    step: int
+    """The step being prepared."""
+    planned_groups: int
+    untrained_runs: int
+    """Runs with a micro-step that is not merged yet."""
+    untrained_tokens: int
+    """Tokens of those micro-steps."""
+    merged_micro_steps: int
+    micro_steps: int
+    step_due: bool
+    """Only the optimizer step is left."""
+    train_tokens_s: float
+    """Measured training speed of one cell; 0 before the first."""
+
+
+@record("progressed")
+@dataclass(frozen=True)
+class Progressed:
+    """Something happened that the scheduler may want to act on."""
+
+
+@record("run_ended")
+@dataclass(frozen=True)
+class RunEnded:
+    """Run actor to node: the run's record is written; its place is free."""
+
+    run: RunId
+
+
+@record("job_failed")
+@dataclass(frozen=True)
+class JobFailed:
+    """To the scheduler: the job cannot go on. It says so in the job's record, and the node ends it."""
+
+    reason: str
+
+
+@record("get_cell_status")
+@dataclass(frozen=True)
+class GetCellStatus:
+    """-> CellStatus."""
+
+
+@record("run_failed")
+@dataclass(frozen=True)
+class RunFailed:
+    """Node to run actor: the gateway had to stop this run."""
+
+    reason: str
+
+
+@record("end_node")
+@dataclass(frozen=True)
+class EndNode:
+    """To the node itself: end runs, actors and children, and leave."""
+
+    reason: str

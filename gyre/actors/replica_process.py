@@ -1,0 +1,185 @@
+"""The replica's process: an actor around gyre.train.Replica, alive through every switch.
+
+    python -m gyre.actors.replica_process ADDRESS SECRET_FILE CONFIG_JSON
+
+Torch work runs in one thread of its own, one message at a time, so that the process still answers Ping meanwhile. The
+lineages of a micro-step are had from the gateway; gradient sums go straight to the core's replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gyre.actors.messages import (
+    DropOwnSums,
+    DropSums,
+    GetLineages,
+    Lineages,
+    LineageWork,
+    LoadSnapshot,
+    MergeSums,
+    MicroStep,
+    MicroStepDone,
+    Offload,
+    Ok,
+    OptimizerStep,
+    Ping,
+    Ready,
+    RunMicroStep,
+    ShipSums,
+    StageSums,
+    StepDone,
+    SumsShipped,
+)
+from gyre.actors.remote import RemoteRef, connect, serve
+from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.config import LossSection, OptimizerSection
+from gyre.errors import Refused, Unavailable
+from gyre.ids import RunId
+from gyre.train.replica import Replica, ReplicaConfig
+from gyre.trajectory.records import Lineage
+
+T = TypeVar("T")
+
+PEER_S = 60.0
+
+
+class ReplicaActor(Actor):
+    """One replica. Stage and merge come to the core's; everything else from the cell that owns it."""
+
+    def __init__(self, replica: Replica, thread: ThreadPoolExecutor, secret: str) -> None:
+        self._replica = replica
+        self._thread = thread
+        self._secret = secret
+        self._peers: dict[str, RemoteRef] = {}
+
+    async def post_stop(self) -> None:
+        for peer in self._peers.values():
+            await peer.close()
+
+    async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    def _peer(self, address: str) -> RemoteRef:
+        if address not in self._peers:
+            self._peers[address] = connect(address, self._secret)
+        return self._peers[address]
+
+    @handles(Ping, concurrent=True)
+    async def ping(self, _: Ping) -> Ok:
+        return Ok()
+
+    @handles(LoadSnapshot)
+    async def load(self, message: LoadSnapshot) -> Ready:
+        layout_hash = await self._compute(self._replica.load, Path(message.path), message.version)
+        return Ready(message.version, layout_hash)
+
+    @handles(RunMicroStep)
+    async def run_micro_step(self, message: RunMicroStep) -> MicroStepDone:
+        lineages = await self._lineages(message.work, message.gateway)
+        return await self._compute(self._replica.run_micro_step, message.work, lineages)
+
+    async def _lineages(self, work: MicroStep, gateway: str) -> list[Lineage]:
+        """The micro-step's lineages in its order, fetched run by run."""
+        wanted: dict[tuple[RunId, int], list[int]] = {}
+        for item in work.lineages:
+            wanted.setdefault((item.run, item.attempt), []).append(item.index)
+        found: dict[tuple[RunId, int, int], Lineage] = {}
+        for (run, attempt), indices in wanted.items():
+            try:
+                answer = await self._peer(gateway).ask(GetLineages(run, attempt, tuple(indices)), PEER_S, Lineages)
+            except Unavailable as error:  # the asker must not take the gateway's absence for ours
+                raise Refused(f"the lineages of {run} are not to be had: {error}") from error
+            for lineage in answer.lineages:
+                found[run, attempt, lineage.index] = lineage
+
+        def pick(item: LineageWork) -> Lineage:
+            lineage = found.get((item.run, item.attempt, item.index))
+            if lineage is None:
+                raise Refused(f"the gateway does not have lineage {item.index} of {item.run} attempt {item.attempt}")
+            return lineage
+
+        return [pick(item) for item in work.lineages]
+
+    @handles(ShipSums)
+    async def ship(self, message: ShipSums) -> SumsShipped:
+        if not message.core:
+            return await self._compute(self._replica.keep, message.transfer)
+        sums = await self._compute(self._replica.sums, message.transfer)
+        try:
+            await self._peer(message.core).ask(sums, PEER_S, Ok)
+        except Unavailable as error:
+            raise Refused(f"the core's replica did not take the sums: {error}") from error
+        await self._compute(self._replica.zero_sums)
+        return SumsShipped(message.transfer, sums.micro_steps, len(sums.data))
+
+    @handles(StageSums)
+    async def stage(self, message: StageSums) -> Ok:
+        await self._compute(self._replica.stage, message)
+        return Ok()
+
+    @handles(MergeSums)
+    async def merge(self, message: MergeSums) -> Ok:
+        await self._compute(self._replica.merge, message.transfer)
+        return Ok()
+
+    @handles(DropSums)
+    async def drop(self, _: DropSums) -> Ok:
+        await self._compute(self._replica.drop)
+        return Ok()
+
+    @handles(DropOwnSums)
+    async def drop_own(self, _: DropOwnSums) -> Ok:
+        await self._compute(self._replica.zero_sums)
+        return Ok()
+
+    @handles(OptimizerStep)
+    async def step(self, message: OptimizerStep) -> StepDone:
+        return await self._compute(self._replica.step, message)
+
+    @handles(Offload)
+    async def offload(self, _: Offload) -> Ok:
+        await self._compute(self._replica.offload)
+        return Ok()
+
+
+async def run(address: str, secret: str, config: dict[str, Any]) -> None:
+    """Serve one replica until SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    with ThreadPoolExecutor(1, "replica") as thread:
+        replica_config = ReplicaConfig(
+            loss=LossSection.model_validate_json(json.dumps(config["loss"])),
+            optimizer=OptimizerSection.model_validate_json(json.dumps(config["optimizer"])),
+            temperature=float(config["temperature"]),
+            micro_batch_tokens=int(config["micro_batch_tokens"]),
+            threads=int(config["threads"]),
+        )
+        replica = await asyncio.get_running_loop().run_in_executor(
+            thread, Replica, Path(config["model_dir"]), replica_config
+        )
+        async with ActorSystem.running("replica") as system:
+            actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, secret))
+            async with serve(actor, address, secret):
+                await stopped.wait()
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    address, secret_file, config = sys.argv[1:]
+    asyncio.run(run(address, Path(secret_file).read_text(encoding="ascii").strip(), json.loads(config)))
+
+
+if __name__ == "__main__":
+    main()

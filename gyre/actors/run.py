@@ -1,0 +1,257 @@
+"""The run actor: one run from its place in the queue to its reward.
+
+    queued -> live: workspace, the gateway lets it in, the harness starts
+    live -> settled: the harness ends or reaches its limit; the gateway closes its tree; the evaluator scores what is left
+
+An attempt that failed through no fault of its own (infra_failed) is started again as the next attempt while the job
+allows it; whatever the old attempt still does is refused by its key and its attempt number. A new gyred makes new run
+actors: where the harness of the last attempt lives or has left its end, they go on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, OpenRun, RunEnded, RunFailed
+from gyre.actors.runtime import Actor, handles
+from gyre.actors.site import Site
+from gyre.children import ProcessRef
+from gyre.errors import GyreError
+from gyre.harness.evaluate import Evaluation, RunInfo, evaluate
+from gyre.harness.launch import HarnessExit, HarnessProcess
+from gyre.harness.tasks import Task
+from gyre.harness.workspace import RunFolder
+from gyre.ids import RunId
+from gyre.store.protocol import Compare, Txn
+from gyre.store.records import GroupRecord, RunRecord, RunState
+from gyre.store.typed import Versioned, put_record
+from gyre.trajectory.outcome import (
+    GatewayReport,
+    HarnessEnd,
+    HarnessEnding,
+    Judgement,
+    Verdict,
+    failure_of_ours,
+    harness_end,
+    judge,
+)
+from gyre.trajectory.records import Outcome, RunTrace
+from gyre.wire import record
+
+ASK_S = 120.0
+CLOSE_S = 300.0
+END_GRACE_S = 2.0
+
+
+@record("run.begin")
+@dataclass(frozen=True)
+class _Begin:
+    pass
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """What a later gyred must know to go on with an attempt: in the run's folder."""
+
+    key: str
+    deadline_unix_s: float
+
+
+class RunActor(Actor):
+    """One run. It ends itself when the run has settled."""
+
+    def __init__(self, site: Site, run: RunId) -> None:
+        self._site = site
+        self._run = run
+        self._process: HarnessProcess | None = None
+
+    async def pre_start(self) -> None:
+        self.task(self._live(), lambda _: RunEnded(self._run))
+
+    async def post_stop(self) -> None:
+        if self._site.stopping and self._process is not None:
+            ticket_file(self._process.folder).unlink(missing_ok=True)
+            if self._process.alive:
+                await self._process.end(0.5)
+
+    @handles(RunFailed)
+    async def on_failed(self, message: RunFailed) -> None:
+        """The gateway stopped the run (its reason is in the trace): there is no point in letting the harness go on."""
+        if self._process is not None and self._process.alive:
+            self._site.say(f"{self._run}: {message.reason}")
+            await self._process.end(END_GRACE_S)
+
+    @handles(RunEnded)
+    async def on_ended(self, message: RunEnded) -> None:
+        self._site.refs["node"].tell(message)
+        self.stop()
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    async def _live(self) -> None:
+        site = self._site
+        found = await self._read()
+        while found.record.state is not RunState.SETTLED:
+            group = await site.store.get(site.keys.group(found.record.group), GroupRecord)
+            assert group is not None
+            task = site.task(group.record.purpose, group.record.index)
+            folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
+            adopted = await self._adopt(found.record, folder)
+            if adopted is None:
+                if found.record.state is RunState.LIVE:
+                    found = await self._next_attempt(found, "its harness was gone when gyred came back")
+                    folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
+                found = await self._write(found, replace(found.record, state=RunState.LIVE, started_unix_s=time.time()))
+                try:
+                    adopted = await self._start(found.record, folder, task)
+                except GyreError as error:
+                    found = await self._failed_to_start(found, str(error))
+                    continue
+            self._process, ticket = adopted
+            found = await self._follow(found, folder, task, adopted[0], ticket)
+
+    async def _read(self) -> Versioned[RunRecord]:
+        found = await self._site.store.get(self._site.keys.run(self._run), RunRecord)
+        assert found is not None, "a run actor is made for a run that the store has"
+        return found
+
+    async def _write(self, old: Versioned[RunRecord], new: RunRecord) -> Versioned[RunRecord]:
+        site, key = self._site, self._site.keys.run(self._run)
+        result = await site.store.commit(Txn((Compare.modified(key, old.mod_revision),), (put_record(key, new),)))
+        if not result.succeeded:
+            site.say(f"{self._run}: its record was changed by another; going by that")
+        return await self._read()
+
+    # ------------------------------------------------------------------------------------------ an attempt begins
+
+    async def _start(self, run: RunRecord, folder: RunFolder, task: Task) -> tuple[HarnessProcess, _Ticket]:
+        site, spec = self._site, self._site.spec
+        folder.prepare(task)
+        ticket = _Ticket(secrets.token_urlsafe(18), time.time() + spec.limits.run_s)
+        ticket_file(folder).write_text(
+            json.dumps({"key": ticket.key, "deadline": ticket.deadline_unix_s}), encoding="utf-8"
+        )
+        await self._open(run, ticket)
+        status = await site.gateway.ask(GetGatewayStatus(), ASK_S, GatewayStatus)
+        base_url = f"{status.base_url}/run/{run.run}/{ticket.key}"
+        return await site.launcher.start(folder, base_url, task.instruction), ticket
+
+    async def _open(self, run: RunRecord, ticket: _Ticket) -> None:
+        spec = self._site.spec
+        order = OpenRun(
+            run.run, run.attempt, ticket.key, spec.harness.profile, spec.sampling.temperature, spec.sampling.max_tokens
+        )
+        await self._site.gateway.ask(order, ASK_S, Ok)
+
+    async def _adopt(self, run: RunRecord, folder: RunFolder) -> tuple[HarnessProcess, _Ticket] | None:
+        """The attempt that an earlier gyred started, if its harness lives or has left its end."""
+        if run.state is not RunState.LIVE:
+            return None
+        process = self._site.launcher.adopt(folder)
+        if process is None:
+            return None
+        try:
+            plain = json.loads(ticket_file(folder).read_text(encoding="utf-8"))
+            ticket = _Ticket(str(plain["key"]), float(plain["deadline"]))
+        except (OSError, ValueError, KeyError):
+            return None
+        await self._open(run, ticket)
+        self._site.say(f"adopted {run.run} (pid {process.ref.pid})")
+        return process, ticket
+
+    async def _next_attempt(self, old: Versioned[RunRecord], why: str) -> Versioned[RunRecord]:
+        self._site.say(f"{self._run}: attempt {old.record.attempt + 1} ({why})")
+        return await self._write(old, replace(old.record, state=RunState.QUEUED, attempt=old.record.attempt + 1))
+
+    async def _failed_to_start(self, found: Versioned[RunRecord], reason: str) -> Versioned[RunRecord]:
+        trace = await self._site.gateway.ask(CloseRun(self._run, found.record.attempt), CLOSE_S, RunTrace)
+        return await self._settle(found, Verdict(Outcome.INFRA_FAILED, None, reason), trace)
+
+    # ------------------------------------------------------------------------------------------ an attempt ends
+
+    async def _follow(
+        self, found: Versioned[RunRecord], folder: RunFolder, task: Task, process: HarnessProcess, ticket: _Ticket
+    ) -> Versioned[RunRecord]:
+        site, spec = self._site, self._site.spec
+        exit_, stopped = await self._until_end(process, ticket)
+        ended_s = time.time()
+        trace = await site.gateway.ask(CloseRun(self._run, found.record.attempt), CLOSE_S, RunTrace)
+        end = _ending(exit_, ticket, spec.limits.run_s, ended_s, timed_out=stopped)
+        report = GatewayReport(trace.calls, trace.interrupted_calls, trace.failure)
+        judgement: Judgement | None = None
+        if not failure_of_ours(end, report):
+            scored = await self._evaluate(task, folder, end, exit_)
+            judgement = Judgement(scored.score, scored.reason)
+        verdict = judge(end, report, judgement)
+        settled = await self._settle(found, verdict, trace)
+        if verdict.outcome in (Outcome.FINISHED, Outcome.TIMED_OUT):
+            folder.discard()
+        return settled
+
+    async def _until_end(self, process: HarnessProcess, ticket: _Ticket) -> tuple[HarnessExit, bool]:
+        """How the harness ended, and whether it was we who ended it at its limit."""
+        left_s = ticket.deadline_unix_s - time.time()
+        exit_ = await process.wait(max(0.0, left_s))
+        if exit_ is not None:
+            return exit_, False
+        return await process.end(END_GRACE_S), True
+
+    async def _evaluate(self, task: Task, folder: RunFolder, end: HarnessEnd, exit_: HarnessExit) -> Evaluation:
+        outcome = Outcome.TIMED_OUT if end.ending is HarnessEnding.TIMED_OUT else Outcome.FINISHED
+        limit_s = self._site.spec.limits.evaluator_s
+        info = RunInfo(outcome, exit_.submitted)
+        return await evaluate(task, folder, info, limit_s, self._site.sandbox, self._site.hidden)
+
+    async def _settle(self, found: Versioned[RunRecord], verdict: Verdict, trace: RunTrace) -> Versioned[RunRecord]:
+        site, run = self._site, found.record
+        if verdict.outcome is Outcome.INFRA_FAILED:
+            site.say(f"{run.run} attempt {run.attempt}: {verdict.reason}")
+            if run.attempt < site.spec.harness.attempts and not trace.failure:
+                return await self._next_attempt(found, "the last one failed through no fault of its own")
+        elif verdict.outcome is Outcome.EVALUATOR_FAILED:
+            site.say(f"{run.run}: {verdict.reason}")
+        settled = replace(
+            run,
+            state=RunState.SETTLED,
+            outcome=verdict.outcome,
+            reward=verdict.reward,
+            reason=verdict.reason,
+            trace=trace,
+            ended_unix_s=time.time(),
+        )
+        return await self._write(found, settled)
+
+
+def _ending(exit_: HarnessExit, ticket: _Ticket, limit_s: float, ended_s: float, *, timed_out: bool) -> HarnessEnd:
+    if exit_.failure:
+        return HarnessEnd(HarnessEnding.LOST, None, exit_.failure)
+    if timed_out:
+        return HarnessEnd(HarnessEnding.TIMED_OUT, None, f"ended at its limit of {limit_s:g} s")
+    return harness_end(
+        started_s=ticket.deadline_unix_s - limit_s,
+        ended_s=min(ended_s, ticket.deadline_unix_s - 1e-3),
+        limit_s=limit_s,
+        exit_code=exit_.code,
+        signal=exit_.signal,
+    )
+
+
+def ticket_file(folder: RunFolder) -> Path:
+    return folder.root / "ticket.json"
+
+
+async def end_left_runs(runs: Path) -> None:
+    """End every harness whose process file lies under `runs`, and forget it: nobody is left to go on with them."""
+    for path in runs.glob("*/*/process.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
+        except (OSError, ValueError, KeyError):
+            continue
+        (path.parent / "ticket.json").unlink(missing_ok=True)
+        if process.alive:
+            await process.end(0.5)

@@ -1,0 +1,404 @@
+"""The scheduler actor: campaigns for leadership, and while it leads, launches groups, settles them, and sets roles.
+
+Every decision is a pure function (gyre.sched); this actor keeps the cluster's view from watches of the store, asks them
+when something happened, and writes what they say. Every write is fenced by the leader's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gyre.actors.messages import GetProgress, JobFailed, Lead, Progress, Progressed
+from gyre.actors.mirror import Mirror
+from gyre.actors.runtime import Actor, handles
+from gyre.actors.site import Site
+from gyre.errors import Unavailable
+from gyre.ids import CellId, RunId
+from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, next_launches, run_id
+from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
+from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
+from gyre.store.protocol import Compare, LeaseLost, Put
+from gyre.store.records import (
+    CellRoleRecord,
+    CellSpecRecord,
+    GroupRecord,
+    GroupState,
+    JobRecord,
+    JobState,
+    LeaderRecord,
+    Purpose,
+    Role,
+    RunRecord,
+    RunState,
+    SnapshotRecord,
+    SwitchRecord,
+)
+from gyre.store.typed import Versioned, put_record
+from gyre.train.snapshot import make_first_snapshot
+from gyre.wire import record
+
+T = TypeVar("T")
+
+LEASE_S = 5.0
+MEASURED_RUNS = 256
+MEASURED_SWITCHES = 20
+TICK_S = 0.5
+"""Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
+
+
+@record("scheduler.elected")
+@dataclass(frozen=True)
+class _Elected:
+    token: int
+
+
+@record("scheduler.deposed")
+@dataclass(frozen=True)
+class _Deposed:
+    why: str
+
+
+@record("scheduler.tick")
+@dataclass(frozen=True)
+class _Tick:
+    pass
+
+
+class SchedulerActor(Actor):
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        spec = site.spec
+        self._plan = LaunchPlan(
+            steps=spec.job.steps,
+            batch_groups=spec.batch.groups,
+            group_size=spec.batch.group_size,
+            staleness=spec.batch.staleness,
+            heldout=spec.tasks.heldout,
+        )
+        self._token = 0
+        root = site.keys.root
+        self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
+        self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
+        self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
+        self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
+        self._params = PolicyParams(**spec.scheduler.model_dump())
+        self._sampled = (0.0, 0)
+        self._run_train_tokens = 0.0
+        self._run_sampled_tokens = 0.0
+        self._switch_s = 0.0
+        self._rollout_tokens_s = 0.0
+        self._following = False
+        self._woken = False
+
+    async def pre_start(self) -> None:
+        self.task(self._campaign())
+        self.after(TICK_S, _Tick())
+
+    async def post_stop(self) -> None:
+        if self._token and self._site.stopping:
+            await self._update_job()
+
+    # ------------------------------------------------------------------------------------------ leadership
+
+    async def _campaign(self) -> None:
+        """Win, hold the lease until it is lost, and campaign again, for ever."""
+        site = self._site
+        me = LeaderRecord(site.node, site.child_address("node"))
+        while True:
+            lease = await site.store.store.lease(LEASE_S)
+            result = await site.store.commit(campaign_txn(site.keys, me, lease.id))
+            token = elected(result, lease.id)
+            if token is None:
+                await lease.revoke()
+                await self._until_free(result.revision)
+                continue
+            self.ref.tell(_Elected(token))
+            try:
+                while True:
+                    await asyncio.sleep(lease.ttl_s / 3)
+                    await lease.keep_alive()
+            except (LeaseLost, Unavailable) as error:
+                self.ref.tell(_Deposed(str(error)))
+
+    async def _until_free(self, revision: int) -> None:
+        async with aclosing(self._site.store.store.watch(self._site.keys.leader, revision + 1)) as events:
+            async for event in events:
+                if event.kind == "delete":
+                    return
+
+    @handles(_Elected)
+    async def on_elected(self, message: _Elected) -> None:
+        self._token = message.token
+        await self._ensure_job()
+        if not self._following:
+            self._following = True
+            for mirror in (self._groups, self._runs, self._roles, self._switches):
+                self.task(mirror.follow(self._wake))
+        if "core" in self._site.refs:
+            self._site.core.tell(Lead(message.token))
+
+    @handles(_Deposed)
+    async def on_deposed(self, message: _Deposed) -> None:
+        self._site.say(f"not the leader any more: {message.why}")
+        self._token = 0
+        self._site.core.tell(Lead(0))
+
+    async def _ensure_job(self) -> None:
+        """The job's record and its first snapshot, on the first day of the job."""
+        site = self._site
+        if await site.store.get(site.keys.job, JobRecord) is None:
+            job = JobRecord(
+                site.spec.job.name, site.spec.to_json(), JobState.RUNNING, "", 0, 0, None, None, time.time(), 0.0
+            )
+            absent = (Compare.created(site.keys.job, 0),)
+            await self._commit((put_record(site.keys.job, job),), absent)
+        for cell in site.cells:
+            spec = CellSpecRecord(cell, site.node, cell == site.core_cell, site.spec.cells.slots)
+            await self._commit(
+                (put_record(site.keys.cell_spec(cell), spec),), (Compare.created(site.keys.cell_spec(cell), 0),)
+            )
+        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None:
+            path, digest = make_first_snapshot(site.model_dir, site.job.snapshots)
+            first = SnapshotRecord(0, digest, str(path))
+            await site.store.commit(publish_snapshot_txn(site.keys, self._token, None, first))
+
+    def _wake(self) -> None:
+        """One decision for any number of changes that came together."""
+        if not self._woken:
+            self._woken = True
+            self.after(0.0, Progressed())
+
+    async def _commit(self, puts: Sequence[Put], compares: Sequence[Compare] = ()) -> Verdict:
+        """One fenced transaction; stops leading when it turns out that another leads."""
+        outcome = verdict(
+            await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts)), self._token
+        )
+        if outcome is Verdict.DEPOSED:
+            self._token = 0
+            self._site.core.tell(Lead(0))
+        return outcome
+
+    # ------------------------------------------------------------------------------------------ deciding
+
+    @handles(_Tick)
+    async def on_tick(self, _: _Tick) -> None:
+        self.after(TICK_S, _Tick())
+        self._measure()
+        await self._decide()
+
+    @handles(Progressed)
+    async def on_progress(self, _: Progressed) -> None:
+        self._woken = False
+        await self._decide()
+
+    @handles(JobFailed)
+    async def on_failed(self, message: JobFailed) -> None:
+        await self._end_job(JobState.FAILED, message.reason)
+
+    async def _decide(self) -> None:
+        if not self._token or "core" not in self._site.refs:
+            return
+        site = self._site
+        job = await site.store.get(site.keys.job, JobRecord)
+        snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
+        if job is None or snapshot is None or job.record.state is not JobState.RUNNING:
+            return
+        await self._settle_groups()
+        await self._note_heldout(job)
+        groups = self._groups.records
+        version = snapshot.record.version
+        if is_finished(self._plan, version, groups):
+            await self._end_job(JobState.FINISHED, "")
+            return
+        launches = next_launches(self._plan, version, job.record.launched_groups, job.record.consumed_groups, groups)
+        if launches:
+            await self._launch(launches, version)
+        await self._set_roles()
+
+    async def _settle_groups(self) -> None:
+        for seen in list(self._groups.items.values()):
+            group = seen.record
+            if group.state is not GroupState.OPEN:
+                continue
+            runs = [self._run(run) for run in group.runs]
+            if all(run is not None and run.state is RunState.SETTLED for run in runs):
+                settled = replace(group, state=GroupState.SETTLED)
+                await self._write(self._groups, seen, settled)
+
+    def _run(self, run: RunId) -> RunRecord | None:
+        found = self._runs.items.get(self._site.keys.run(run))
+        return None if found is None else found.record
+
+    async def _write(self, mirror: Mirror[T], seen: Versioned[T], new: T) -> bool:
+        """Replace one mirrored record, unless somebody was quicker."""
+        outcome = await self._commit((put_record(seen.key, new),), (Compare.modified(seen.key, seen.mod_revision),))
+        if outcome is Verdict.WRITTEN:
+            now = await self._site.store.get(seen.key, type(new))
+            if now is not None:
+                mirror.put(now)
+        return outcome is Verdict.WRITTEN
+
+    async def _note_heldout(self, job: Versioned[JobRecord]) -> None:
+        """The mean held-out reward, once every run of its purpose has settled."""
+        for purpose, known in (
+            (Purpose.HELDOUT_BEFORE, job.record.heldout_before),
+            (Purpose.HELDOUT_AFTER, job.record.heldout_after),
+        ):
+            groups = [group for group in self._groups.records if group.purpose is purpose]
+            if (
+                known is not None
+                or len(groups) < max(1, self._plan.heldout)
+                or any(g.state is GroupState.OPEN for g in groups)
+            ):
+                continue
+            reward = mean([reward for group in groups for reward in self._rewards(group)])
+            if reward is None:
+                await self._end_job(
+                    JobState.FAILED, "no held-out run could be scored; see the runs' reasons in the log"
+                )
+                return
+            field = "heldout_before" if purpose is Purpose.HELDOUT_BEFORE else "heldout_after"
+            await self._update_job(**{field: reward})
+            self._site.say(f"held-out reward {'before' if field.endswith('before') else 'after'}: {reward:.3f}")
+
+    def _rewards(self, group: GroupRecord) -> list[float]:
+        runs = [self._run(run) for run in group.runs]
+        return [run.reward for run in runs if run is not None and run.reward is not None]
+
+    async def _launch(self, launches: Sequence[Launch], version: int) -> None:
+        site = self._site
+        for launch in launches:
+            runs = tuple(run_id(launch.group, member) for member in range(launch.runs))
+            group = GroupRecord(
+                launch.group,
+                site.task(launch.purpose, launch.index).id,
+                launch.purpose,
+                launch.index,
+                runs,
+                GroupState.OPEN,
+                version,
+                0,
+            )
+            queued = [
+                RunRecord(run, launch.group, RunState.QUEUED, 1, site.node, None, None, "", None, 0.0, 0.0)
+                for run in runs
+            ]
+            puts = [put_record(site.keys.group(launch.group), group)]
+            puts += [put_record(site.keys.run(run.run), run) for run in queued]
+            compares = [Compare.created(site.keys.group(launch.group), 0)]
+            if launch.purpose is Purpose.TRAIN:
+                job = await site.store.get(site.keys.job, JobRecord)
+                assert job is not None
+                if job.record.launched_groups != launch.index:
+                    return
+                puts.append(put_record(site.keys.job, replace(job.record, launched_groups=launch.index + 1)))
+                compares.append(Compare.modified(site.keys.job, job.mod_revision))
+            if await self._commit(puts, compares) is not Verdict.WRITTEN:
+                return
+            written = await site.store.get(site.keys.group(launch.group), GroupRecord)
+            if written is not None:
+                self._groups.put(written)
+
+    async def _update_job(self, **changes: Any) -> None:
+        site = self._site
+        while self._token:
+            job = await site.store.get(site.keys.job, JobRecord)
+            assert job is not None
+            put = put_record(site.keys.job, replace(job.record, active_s=site.active_s(), **changes))
+            if await self._commit((put,), (Compare.modified(site.keys.job, job.mod_revision),)) is not Verdict.OUTDATED:
+                return
+
+    async def _end_job(self, state: JobState, reason: str) -> None:
+        await self._update_job(state=state, reason=reason)
+        self._site.say(f"the job has {state.value}{': ' + reason if reason else ''}")
+
+    # ------------------------------------------------------------------------------------------ roles
+
+    def _measure(self) -> None:
+        """How fast the cells sample, how much a run brings, and what a switch costs: from the job's own records."""
+        status = self._site.gateway_status
+        if status is not None:
+            at, before = self._sampled
+            self._sampled = (self.now_s, status.sampled_tokens)
+            serving = sum(role.observed is Role.ROLLOUT for role in self._roles.records)
+            if at and serving and status.calls_in_flight:
+                speed = (status.sampled_tokens - before) / max(1e-3, self.now_s - at) / serving
+                self._rollout_tokens_s = 0.8 * self._rollout_tokens_s + 0.2 * speed if self._rollout_tokens_s else speed
+        traces = [run.trace for run in self._runs.records[-MEASURED_RUNS:] if run.trace is not None]
+        self._run_train_tokens = mean([float(sum(item.tokens for item in trace.lineages)) for trace in traces]) or 0.0
+        self._run_sampled_tokens = mean([float(trace.sampled_tokens) for trace in traces]) or 0.0
+        lasted = {
+            end: mean(
+                [s.ended_unix_s - s.started_unix_s for s in self._switches.records[-MEASURED_SWITCHES:] if s.end is end]
+            )
+            for end in (Role.TRAIN, Role.ROLLOUT)
+        }
+        self._switch_s = sum(cost or 0.0 for cost in lasted.values())
+
+    def _view(self, roles: Mapping[CellId, CellRoleRecord], progress: Progress) -> ClusterView:
+        spec, gateway = self._site.spec, self._site.gateway_status
+        in_flight = gateway.in_flight if gateway else {}
+        runs = self._runs.records
+        past = batch_of(progress.step, spec.batch.groups).stop
+        later = [
+            trace
+            for group in self._groups.records
+            if group.purpose is Purpose.TRAIN and group.state is GroupState.SETTLED and group.index >= past
+            for run in group.runs
+            if (found := self._run(run)) is not None and (trace := found.trace) is not None
+        ]
+        return ClusterView(
+            cells=tuple(
+                CellView(
+                    cell=cell,
+                    core=cell == self._site.core_cell,
+                    role=seen.observed,
+                    desired=seen.desired,
+                    slots=spec.cells.slots,
+                    live=in_flight.get(cell, 0),
+                )
+                for cell, seen in roles.items()
+            ),
+            queued=sum(run.state is RunState.QUEUED for run in runs),
+            live=sum(run.state is RunState.LIVE for run in runs),
+            ready_runs=progress.untrained_runs,
+            ready_tokens=progress.untrained_tokens,
+            later_tokens=sum(item.tokens for trace in later for item in trace.lineages),
+            batch_complete=progress.planned_groups >= spec.batch.groups,
+            step_waits=progress.step_due,
+            batch_runs=spec.batch.groups * spec.batch.group_size,
+            staleness=spec.batch.staleness,
+            train_tokens_s=progress.train_tokens_s,
+            rollout_tokens_s=self._rollout_tokens_s,
+            run_train_tokens=self._run_train_tokens,
+            run_sampled_tokens=self._run_sampled_tokens,
+            switch_s=self._switch_s,
+        )
+
+    async def _set_roles(self) -> None:
+        roles = {CellId(key.split("/")[-2]): seen for key, seen in self._roles.items.items()}
+        if len(roles) < len(self._site.cells):
+            return  # the cells have not reported yet
+        progress = await self._site.core.ask(GetProgress(), 5.0, Progress)
+        plan = decide(self._view({cell: seen.record for cell, seen in roles.items()}, progress), self._params)
+        for cell, desired in plan.desired.items():
+            if roles[cell].record.desired is not desired:
+                await self._order(cell, roles[cell], desired, plan.reason)
+
+    async def _order(self, cell: CellId, seen: Versioned[CellRoleRecord], desired: Role, reason: str) -> None:
+        site = self._site
+        with site.tracing.span("decide", cell=cell, desired=desired.value, reason=reason) as span:
+            order = replace(
+                seen.record,
+                desired=desired,
+                epoch=seen.record.epoch + 1,
+                token=self._token,
+                traceparent=span.traceparent,
+            )
+            if await self._write(self._roles, seen, order):
+                site.say(f"{cell}: {seen.record.observed.value} -> {desired.value} ({reason})")

@@ -1,0 +1,83 @@
+"""What `gyrectl check` and `gyrectl up` test of a job file beyond its shape: that what it names is there.
+
+Each fault is one line naming the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any, cast
+
+from gyre.config import JobSpec
+from gyre.demo.builtin import model_dir
+from gyre.errors import GyreError
+from gyre.harness.confine import choose
+from gyre.harness.profiles import config_path, profile
+from gyre.harness.tasks import open_source
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+
+
+def check_job(spec: JobSpec, base: Path) -> list[str]:
+    """Every fault of a job file whose shape is right. `base` is the folder that relative paths start from."""
+    faults: list[str] = []
+    for test in (_model, _tasks, _harness, _port):
+        try:
+            faults += test(spec, base)
+        except GyreError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _model(spec: JobSpec, base: Path) -> list[str]:
+    path = model_dir(spec.model.path, base)
+    try:
+        config = cast(dict[str, Any], json.loads((path / "config.json").read_text(encoding="utf-8")))
+        names = list(cast(list[str], config["architectures"]))
+        limit = int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [
+            f"model.path: {spec.model.path!r} is not allowed; its config.json must name architectures and max_position_embeddings ({error!r})"
+        ]
+    faults: list[str] = []
+    if not set(names) & set(ARCHITECTURES):
+        faults.append(f"model.path: architecture {names!r} is not allowed; one of {', '.join(ARCHITECTURES)}")
+    if spec.model.context_tokens > limit:
+        faults.append(
+            f"model.context_tokens: {spec.model.context_tokens} is not allowed; the model has {limit} positions"
+        )
+    if spec.sampling.max_tokens >= spec.model.context_tokens:
+        faults.append(
+            f"sampling.max_tokens: {spec.sampling.max_tokens} is not allowed; less than model.context_tokens ({spec.model.context_tokens})"
+        )
+    return faults
+
+
+def _tasks(spec: JobSpec, base: Path) -> list[str]:
+    source = open_source(spec.tasks, spec.job.seed, base)
+    found = len(source.heldout())
+    if found < spec.tasks.heldout:
+        return [f"tasks.heldout: {spec.tasks.heldout} is not allowed; the source has {found} held-out tasks"]
+    return []
+
+
+def _harness(spec: JobSpec, base: Path) -> list[str]:
+    profile(spec.harness.profile).check(config_path(spec.harness.config, base))
+    choose(spec.harness.confine)
+    return []
+
+
+def _port(spec: JobSpec, base: Path) -> list[str]:
+    del base
+    family = socket.AF_INET6 if ":" in spec.server.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((spec.server.host, spec.server.port))
+    except OSError as error:
+        return [
+            f"server.port: {spec.server.port} on {spec.server.host!r} is not allowed; a free port is needed ({error.strerror})"
+        ]
+    return []

@@ -1,0 +1,64 @@
+"""gyrectl's side of a node: find the job's folder, ask its gyred, read its books."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gyre.actors.messages import GetStatus, GetTrace, Ok, SpanRecord, Status, StopJob, Trace
+from gyre.actors.remote import connect
+from gyre.cli.report import Books, Report, read_books, summarise
+from gyre.config import JobSpec
+from gyre.errors import BadInput, Unavailable
+from gyre.jobdir import JobDir
+from gyre.store.open import open_store
+from gyre.store.records import Keys
+
+ASK_S = 5.0
+
+
+def find_job(folder: Path | None) -> JobDir:
+    """The job in `folder`, or the newest one under `runs/`. Raises BadInput when there is none."""
+    if folder is None:
+        found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise BadInput("--dir", "runs/", "no job was found there; name the job's folder")
+        folder = found[-1].parent
+    job = JobDir(folder.resolve())
+    if not job.job_file.is_file():
+        raise BadInput("--dir", str(folder), "it must be a job's folder (one that holds job.json)")
+    return job
+
+
+def read_spec(job: JobDir) -> JobSpec:
+    return JobSpec.from_json(job.job_file.read_text(encoding="utf-8"))
+
+
+async def status(job: JobDir) -> Status:
+    """The running job's status. Raises Unavailable when its gyred does not answer."""
+    async with connect(job.address("node"), job.secret()) as node:
+        return await node.ask(GetStatus(), ASK_S, Status)
+
+
+async def stop(job: JobDir, reason: str) -> None:
+    async with connect(job.address("node"), job.secret()) as node:
+        await node.ask(StopJob(reason), ASK_S, Ok)
+
+
+async def trace(job: JobDir, switch: str) -> tuple[SpanRecord, ...]:
+    async with connect(job.address("node"), job.secret()) as node:
+        return (await node.ask(GetTrace(switch), ASK_S, Trace)).spans
+
+
+async def books(job: JobDir) -> Books:
+    """The job's records, read from its store (which may be in use)."""
+    if not job.store.exists():
+        raise Unavailable(f"{job.root} has no store yet")
+    store = open_store(f"sqlite://{job.store}", read_only=True)
+    try:
+        return await read_books(store, Keys(read_spec(job).job.name))
+    finally:
+        await store.close()
+
+
+async def report(job: JobDir) -> tuple[JobDir, Report]:
+    return job, summarise(await books(job), read_spec(job).job.seed)

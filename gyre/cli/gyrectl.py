@@ -1,0 +1,158 @@
+"""`gyrectl`: start, watch and stop a job, and ask what happened.
+
+Exit codes: 0 done; 1 the job failed, or nothing answered; 2 bad input; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from gyre.cli import client, live
+from gyre.cli.up import Options
+from gyre.cli.up import up as run_up
+from gyre.config import JobFileError, load_job
+from gyre.errors import BadInput, GyreError
+from gyre.wire import to_plain
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Steer Gyre: elastic online RL for agents in unmodified harnesses.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+JobFile = Annotated[Path, typer.Argument(help="The job file (TOML).", show_default=False)]
+Dir = Annotated[Path | None, typer.Option("--dir", help="The job's folder; default: the newest one under runs/.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _fail(error: Exception) -> int:
+    errors.print(str(error), style="red", markup=False)
+    return 2 if isinstance(error, BadInput | JobFileError) else 1
+
+
+def _run(work: Callable[[], Awaitable[T]]) -> T:
+    async def main() -> T:
+        return await work()
+
+    try:
+        return asyncio.run(main())
+    except GyreError as error:
+        raise typer.Exit(_fail(error)) from error
+
+
+@app.command()
+def up(
+    job: JobFile,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the unfinished job from its last snapshot.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, in place of the job file's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, in place of the job file's.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report as JSON to this file.")] = None,
+    folder: Annotated[Path | None, typer.Option("--dir", help="The job's folder, in place of runs/NAME.")] = None,
+    unconfined: Annotated[
+        bool, typer.Option("--unconfined", help="Run sampled commands as you, with no sandbox.")
+    ] = False,
+) -> None:
+    """Run a job on this machine: one gyred, the embedded store, the cells of the job file.
+
+    Ctrl-C ends it cleanly; `gyrectl up JOB --resume` goes on from the last snapshot.
+
+        gyrectl up gyre/demo/quickstart.toml --steps 3 --seed 7
+    """
+    overrides: dict[str, object] = {}
+    if steps is not None:
+        overrides["job.steps"] = steps
+    if seed is not None:
+        overrides["job.seed"] = seed
+    if unconfined:
+        overrides["harness.confine"] = "unconfined"
+    options = Options(job=job, overrides=overrides, resume=resume, report=report, folder=folder)
+    try:
+        code = run_up(options, console)
+    except GyreError as error:
+        code = _fail(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(job: JobFile) -> None:
+    """Validate a job file: each fault is one line naming the key, the value and what is allowed."""
+    from gyre.cli.check import check_job
+
+    try:
+        spec = load_job(job)
+        faults = check_job(spec, job.parent)
+    except JobFileError as error:
+        raise typer.Exit(_fail(error)) from error
+    if faults:
+        raise typer.Exit(_fail(JobFileError(job, faults)))
+    console.print(f"{job.name}: ok", markup=False)
+
+
+@app.command()
+def status(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Show a running job: phase, reward, water level, cells, switches."""
+    found = _run(lambda: client.status(client.find_job(folder)))
+    if as_json:
+        sys.stdout.write(json.dumps(to_plain(found)) + "\n")
+    else:
+        console.print(live.render(found))
+
+
+@app.command()
+def stop(folder: Dir = None) -> None:
+    """End a running job cleanly; it can be resumed."""
+    _run(lambda: client.stop(client.find_job(folder), "gyrectl stop"))
+    console.print("stopping")
+
+
+@app.command()
+def report(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Print the report of a job that runs or has ended, from its records."""
+    job, found = _run(lambda: client.report(client.find_job(folder)))
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json()) + "\n")
+    else:
+        console.print(live.summary(found, str(job.report_html)))
+
+
+@app.command()
+def trace(
+    switch: Annotated[
+        str, typer.Argument(help="A switch id (see report.html), a trace id, or nothing for the last.")
+    ] = "",
+    folder: Dir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the waterfall of a role switch from the node's own span ring."""
+    from gyre.telemetry.waterfall import waterfall
+
+    spans = _run(lambda: client.trace(client.find_job(folder), switch))
+    if as_json:
+        sys.stdout.write(json.dumps([to_plain(span) for span in spans]) + "\n")
+    else:
+        for line in waterfall(spans):
+            console.print(line, markup=False, highlight=False)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The job file (TOML) and its validation: the one form of configuration that a person writes.
+
+`load_job` reads it; every fault is one line naming the key, the value and what is allowed. Relative paths are taken
+from the job file's folder. Nothing heavy is imported here: the CLI, gyred and every child read the same model.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gyre.errors import GyreError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
+class JobFileError(GyreError):
+    """A job file that cannot be used; `faults` has one line each."""
+
+    def __init__(self, path: Path, faults: list[str]) -> None:
+        super().__init__("\n".join(f"{path.name}: {fault}" for fault in faults))
+        self.faults = faults
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class JobSection(Section):
+    name: Name
+    """Also the cluster's name in the state store."""
+    dir: str = ""
+    """Where everything of the job is kept; default `runs/<name>` beside the current folder."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    steps: Positive
+    """Optimizer steps to take."""
+
+
+class ModelSection(Section):
+    path: str
+    """A folder in Hugging Face's layout (config.json, model.safetensors, tokenizer.json), or `builtin:tiny`."""
+    renderer: str = "auto"
+    """The family of `renderers` that turns messages to token ids, `auto` to take it from config.json."""
+    thinking: bool = False
+    context_tokens: Annotated[int, Field(ge=64)] = 1024
+
+
+class SamplingSection(Section):
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    max_tokens: Positive = 512
+    """The most tokens an answer may have, whatever the harness asks."""
+
+
+class TasksSection(Section):
+    source: str
+    """`builtin:chores`, or a folder of tasks (docs/tasks.md)."""
+    heldout: Annotated[int, Field(ge=0)] = 32
+    """Held-out tasks, each run once before the first step and once after the last."""
+    train: Annotated[int, Field(ge=0)] = 0
+    """Training tasks to go round; 0: as many as the source has, or a new one for each group."""
+
+
+class HarnessSection(Section):
+    profile: str = "mini-swe-agent"
+    config: str = ""
+    """The profile's own configuration file (`builtin:chores` for the quickstart's), or empty."""
+    confine: Literal["auto", "unconfined"] = "auto"
+    """`auto`: a run sees a read-only system and writes only its workspace. `unconfined`: it runs as you."""
+    max_live: Positive = 4
+    """Runs live at a time on one node."""
+    attempts: Positive = 2
+    """Times a run is started before an infrastructure failure stands."""
+
+
+class CellsSection(Section):
+    count: Positive = 2
+    slots: Positive = 4
+    """Runs a cell's engine serves at a time without slowing."""
+    threads: Positive = 1
+    block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    cache_tokens: Annotated[int, Field(ge=256)] = 65536
+    """KV cache of one engine, in tokens."""
+
+
+class BatchSection(Section):
+    groups: Positive = 8
+    """Groups of one optimizer step."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    staleness: Annotated[int, Field(ge=0, le=64)] = 1
+    """η: launched - consumed groups stay within (η + 1) * groups."""
+    j_max: Positive = 5
+    micro_step_tokens: Annotated[int, Field(ge=64)] = 4096
+    """A micro-step packs whole lineages up to this many tokens (a longer lineage stands alone)."""
+    claim_s: Seconds = 60.0
+    """A cell that claimed a micro-step and did not ship it in this time gives it back."""
+
+
+class LossSection(Section):
+    kind: Literal["gspo", "grpo", "dapo", "cispo"] = "gspo"
+    clip_low: Annotated[float, Field(ge=0)] = 3e-4
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+    advantage: Literal["std", "mean"] = "std"
+    """`std`: (R - mean) / population standard deviation of the group; `mean`: R - mean."""
+    advantage_scale: Annotated[float, Field(gt=0)] = 1.0
+    """The advantage is multiplied by this."""
+    truncate_is: Annotated[float, Field(ge=0)] = 0.0
+    """Cap of truncated importance sampling; 0 leaves it out."""
+
+
+class OptimizerSection(Section):
+    kind: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+
+class LimitsSection(Section):
+    run_s: Seconds = 3600.0
+    """Wall clock of one run; a run that reaches it is scored on what it left."""
+    evaluator_s: Seconds = 60.0
+    request_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
+
+
+class SchedulerSection(Section):
+    hysteresis: Annotated[float, Field(ge=0, lt=0.5)] = 0.15
+    share_weight: Annotated[float, Field(ge=0)] = 0.75
+    backlog_gain: Annotated[float, Field(ge=0)] = 0.35
+    min_work_switches: Annotated[float, Field(ge=0)] = 2.0
+    """A cell joins training only for at least this many switch costs of work."""
+
+
+class TelemetrySection(Section):
+    otlp_endpoint: str = ""
+    """An OTLP/HTTP collector (Jaeger: http://host:4318), or empty: spans stay in the node's ring."""
+
+
+class ServerSection(Section):
+    host: Literal["127.0.0.1", "::1", "localhost"] | str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """The proxy's port; 0 takes a free one."""
+
+
+class JobSpec(Section):
+    job: JobSection
+    model: ModelSection
+    tasks: TasksSection
+    harness: HarnessSection = HarnessSection()
+    sampling: SamplingSection = SamplingSection()
+    cells: CellsSection = CellsSection()
+    batch: BatchSection = BatchSection()
+    loss: LossSection = LossSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    limits: LimitsSection = LimitsSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    server: ServerSection = ServerSection()
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @staticmethod
+    def from_json(text: str) -> JobSpec:
+        return JobSpec.model_validate_json(text)
+
+
+_ALLOWED = {
+    "missing": "this key is required",
+    "extra_forbidden": "no such key",
+}
+
+
+def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobSpec:
+    """The validated job in the TOML file at `path`.
+
+    `overrides` maps dotted keys ("job.steps") to values that replace the file's (command-line options).
+    Raises JobFileError with one line a fault.
+    """
+    try:
+        plain: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobFileError(path, [f"cannot be read ({error.strerror})"]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobFileError(path, [f"is not TOML: {error}"]) from error
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        target = plain.setdefault(section, {})
+        if isinstance(target, dict):
+            target[name] = value
+    try:
+        spec = JobSpec.model_validate_json(json.dumps(plain, default=str))
+    except ValidationError as error:
+        raise JobFileError(path, [_fault(plain, dict(item)) for item in error.errors()]) from error
+    return spec
+
+
+def _fault(plain: dict[str, Any], item: dict[str, Any]) -> str:
+    location = [part for part in item["loc"] if isinstance(part, str | int)]
+    key = ".".join(str(part) for part in location)
+    kind = str(item["type"])
+    if kind == "extra_forbidden":
+        known = ", ".join(sorted(_known(location[:-1])))
+        return f"{key}: no such key; allowed here: {known}"
+    if kind == "missing":
+        return f"{key}: required, and not there"
+    message = str(item["msg"])
+    return f"{key}: {item['input']!r} is not allowed; {message[0].lower()}{message[1:]}"
+
+
+def _known(location: list[str | int]) -> list[str]:
+    model: Any = JobSpec
+    for part in location:
+        model = model.model_fields[str(part)].annotation
+    return list(model.model_fields)

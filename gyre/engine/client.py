@@ -1,0 +1,260 @@
+"""One client for every sampling engine: SGLang's HTTP surface, as far as Gyre uses it.
+
+The gateway generates and aborts through it; the cell pauses, loads weights and releases memory through it. A lost or
+unreachable engine is `EngineGone`, an engine that says no is `EngineRefused`; nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+import aiohttp
+
+from gyre.engine.records import (
+    Chunk,
+    EngineGone,
+    EngineInfo,
+    EngineRefused,
+    Finish,
+    FinishKind,
+    GenerateRequest,
+    KvLack,
+    KvPulled,
+    Loads,
+    PauseMode,
+    StreamReader,
+    VersionSpan,
+    read_version,
+)
+
+__all__ = [
+    "Chunk",
+    "EngineClient",
+    "EngineGone",
+    "EngineInfo",
+    "EngineRefused",
+    "Finish",
+    "FinishKind",
+    "GenerateRequest",
+    "KvLack",
+    "KvPulled",
+    "Loads",
+    "PauseMode",
+    "VersionSpan",
+]
+
+_LONGEST_EVENT_BYTES = 64 * 1024 * 1024
+
+
+class EngineClient:
+    """The engine at `url` (`http://127.0.0.1:port`). Close it, or use it as an async context manager.
+
+    `connect_s` bounds the wait for a connection, `silence_s` the wait for the next byte of an answer, `control_s` a
+    whole control call.
+    """
+
+    def __init__(self, url: str, *, connect_s: float = 5.0, silence_s: float = 600.0, control_s: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self._connect_s = connect_s
+        self._silence_s = silence_s
+        self._control_s = control_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ------------------------------------------------------------------------------------------ sampling
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Sample; yields chunks of new tokens as they come. The last one has `finish`.
+
+        Closing the generator early closes the connection, and the engine aborts the request.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s, sock_read=self._silence_s)
+        reader = StreamReader()
+        try:
+            async with self._open().post(
+                f"{self.url}/generate", json=request.to_json(stream=True), timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise EngineRefused(response.status, _error_text(await response.text()))
+                async for event in _events(response):
+                    chunk = reader.read(event)
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineGone(f"{self.url} was lost while it answered {request.rid}: {_say(error)}") from error
+        raise EngineGone(f"{self.url} ended the answer to {request.rid} without a finish")
+
+    async def abort(self, rid: str) -> None:
+        """Stop one request at a token boundary; its stream ends with what it has. An unknown rid is no error."""
+        await self._post("/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
+
+    # ------------------------------------------------------------------------------------------ control
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop sampling: `abort` ends all requests, `retract` drops their KV, `in_place` keeps it. New ones wait."""
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def update_weights(self, path: str, version: int) -> None:
+        """Take the weights in folder `path` as `version`, and drop the cache. Refused while requests are sampled."""
+        answer = await self._post(
+            "/update_weights_from_disk", {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        )
+        if not answer.get("success", True):
+            raise EngineRefused(200, str(answer.get("message", answer)))
+
+    async def release_memory(self) -> None:
+        """Give weights and KV memory back. Only on an engine without requests: SGLang dies otherwise."""
+        await self._post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    async def resume_memory(self) -> None:
+        await self._post("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    async def flush_cache(self) -> None:
+        await self._post("/flush_cache", {})
+
+    async def info(self) -> EngineInfo:
+        answer = await self._get("/model_info")
+        kv = cast("Mapping[str, Any]", answer.get("kv") or {})
+        return EngineInfo(
+            version=read_version(answer.get("weight_version")),
+            model_path=str(answer.get("model_path", "")),
+            kv_address=str(kv.get("address", "")),
+            kv_layout=str(kv.get("layout", "")),
+            block_tokens=int(kv.get("block_tokens", 0)),
+        )
+
+    async def loads(self) -> Loads:
+        answer = await self._get("/v1/loads")
+        ranks = cast("list[Mapping[str, Any]]", answer.get("loads") or [])
+        return Loads(
+            running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
+            waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
+        )
+
+    async def health(self) -> None:
+        """Returns when the engine serves; raises EngineGone or EngineRefused when it does not."""
+        await self._get("/health")
+
+    # ------------------------------------------------------------------------------------------ KV blocks
+
+    async def kv_lack(self, token_ids: Sequence[int], version: int) -> KvLack:
+        """Which whole blocks of the prefix the engine lacks. Refused (409) when it holds another version."""
+        answer = await self._post("/kv/lack", {"token_ids": list(token_ids), "version": version})
+        return KvLack(
+            version=int(answer["version"]),
+            layout=str(answer["layout"]),
+            blocks=int(answer["blocks"]),
+            missing=tuple(bytes.fromhex(text) for text in cast("list[str]", answer["missing"])),
+        )
+
+    async def kv_pull(
+        self, source: str, hashes: Sequence[bytes], version: int, layout: str, deadline_s: float
+    ) -> KvPulled:
+        """Have the engine pull blocks from the peer at `source` and commit them to its cache."""
+        answer = await self._post(
+            "/kv/pull",
+            {
+                "source": source,
+                "hashes": [block.hex() for block in hashes],
+                "version": version,
+                "layout": layout,
+                "deadline_s": deadline_s,
+            },
+        )
+        return KvPulled(
+            int(answer["blocks"]), int(answer["bytes"]), float(answer["seconds"]), str(answer.get("reason", ""))
+        )
+
+    # ------------------------------------------------------------------------------------------ plumbing
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            # No limit: the gateway decides how many requests are in flight, and a queue here would hide them.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._call("POST", path, body)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self._call("GET", path, None)
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=self._control_s, sock_connect=self._connect_s)
+        try:
+            async with self._open().request(method, f"{self.url}{path}", json=body, timeout=timeout) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise EngineRefused(response.status, _error_text(text))
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineGone(f"{method} {self.url}{path}: {_say(error)}") from error
+        # Several of SGLang's control endpoints answer with nothing, null or plain text.
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError:
+            return {}
+        return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any]]:
+    """The JSON messages of a server-sent event stream, up to `[DONE]` or its end."""
+    pending = bytearray()
+    async for data in response.content.iter_any():
+        pending += data
+        if len(pending) > _LONGEST_EVENT_BYTES:
+            raise EngineGone(f"an event of the engine's stream is longer than {_LONGEST_EVENT_BYTES} bytes")
+        *events, rest = bytes(pending).split(b"\n\n")
+        pending = bytearray(rest)
+        for event in events:
+            if not event.startswith(b"data:"):
+                continue
+            payload = event[5:].strip()
+            if payload == b"[DONE]":
+                return
+            try:
+                yield json.loads(payload)
+            except ValueError as error:
+                raise EngineGone(f"the engine's stream is not JSON: {payload[:120]!r}") from error
+
+
+def _error_text(text: str) -> str:
+    """What the engine says went wrong, out of the forms SGLang has for it."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text[:500]
+    if isinstance(body, dict):
+        error = cast("dict[str, Any]", body).get("error", cast("dict[str, Any]", body).get("message", text))
+        if isinstance(error, dict):
+            error = cast("dict[str, Any]", error).get("message", text)
+        return str(error)[:500]
+    return text[:500]
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return "no answer in time"
+    return str(error) or type(error).__name__

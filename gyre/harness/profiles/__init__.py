@@ -1,0 +1,113 @@
+"""Harness profiles: how each harness is started on a run, and what it says of its end (docs/harness-profiles.md).
+
+A profile is a record, not a class to inherit: a function from a launch context to a command line and an environment,
+and a few facts. The harness itself is never changed. `profile(name)` finds one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre.errors import BadInput
+from gyre.harness.workspace import RunFolder
+
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What a harness is started on."""
+
+    folder: RunFolder
+    base_url: str
+    """`http://127.0.0.1:<port>/run/<run>/<key>`: the harness appends its dialect's path."""
+    instruction: str
+    config: Path | None = None
+    """The profile's own configuration file."""
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The run's whole environment."""
+        return {**clean_environment(self.folder.home), **more}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A harness's command line and whole environment. It starts in the workspace."""
+
+    program: tuple[str, ...]
+    arguments: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ForkServer:
+    """A Python harness whose imports cost seconds: it is imported once, and forked for every run.
+
+    `entry_point` is that of its console script (`module:function`); a fork calls it with the launch's argv.
+    """
+
+    entry_point: str
+    preload: Path
+    """A JSON list of modules that the harness would import later, on its first use of them."""
+    env: Mapping[str, str]
+    """What must be set when it is imported."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    name: str
+    launch: Callable[[LaunchContext], Launch]
+    submitted: Callable[[RunFolder], bool | None]
+    """Whether the harness, now ended, said that its work was done; None where it does not tell."""
+    module: str = ""
+    """The Python module that must be installed; empty: none."""
+    extra: str = ""
+    """The extra of this package that installs it."""
+    fork_server: ForkServer | None = None
+    config_required: bool = False
+
+    def check(self, config: Path | None) -> None:
+        """Raises BadInput, in one line, when the harness is not installed or its configuration cannot be read."""
+        if self.module and importlib.util.find_spec(self.module) is None:
+            raise BadInput("harness.profile", self.name, f"it must be installed (pip install 'gyre[{self.extra}]')")
+        if config is None:
+            if self.config_required:
+                raise BadInput("harness.config", "", f"the profile {self.name} needs a configuration file")
+        elif not (config.is_file() and os.access(config, os.R_OK)):
+            raise BadInput("harness.config", str(config), "it must be builtin:chores or a file that can be read")
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """An environment built from nothing, so that it carries no secret; only PATH is the node's."""
+    return {
+        "PATH": os.environ.get("PATH", _DEFAULT_PATH),
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+    }
+
+
+def profile(name: str) -> Profile:
+    """The profile of that name. Raises BadInput that names those there are."""
+    from gyre.harness.profiles import mini_swe_agent, scripted
+
+    known = {each.name: each for each in (mini_swe_agent.PROFILE, scripted.PROFILE)}
+    if name not in known:
+        raise BadInput("harness.profile", name, f"one of {', '.join(sorted(known))}")
+    return known[name]
+
+
+def config_path(config: str, base_dir: Path) -> Path | None:
+    """The file that `harness.config` names: builtin, or relative to the job file's folder; None where it is empty."""
+    if not config:
+        return None
+    if config.startswith("builtin:"):
+        from gyre.demo import builtin
+
+        return builtin.path(config)
+    return (base_dir / config).resolve()

@@ -1,0 +1,107 @@
+"""Where a job keeps its things on one node: every path in one place.
+
+Everything durable is under the job's folder. Sockets live in a short private folder under the temporary directory,
+since the kernel bounds the length of a socket's path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre.errors import BadInput
+
+
+@dataclass(frozen=True)
+class JobDir:
+    root: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.root / "job.json"
+
+    @property
+    def node_file(self) -> Path:
+        return self.root / "node.toml"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store.db"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.root / "trajectories"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.root / "snapshots"
+
+    @property
+    def runs(self) -> Path:
+        """One folder a run: its workspace, its home, its log, what the node must know to adopt it."""
+        return self.root / "work"
+
+    @property
+    def report_html(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def report_json(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.state / "secret"
+
+    @property
+    def sockets(self) -> Path:
+        digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{digest}"
+
+    def address(self, name: str) -> str:
+        """The remote address of the actor `name` on this node."""
+        return f"unix:{self.sockets / name}.sock"
+
+    def secret(self) -> str:
+        """The node's shared secret: what a local caller must show to reach its actors."""
+        return self.secret_file.read_text(encoding="ascii").strip()
+
+    def create(self) -> None:
+        """Make every folder, and the secret once. Raises BadInput when the folder cannot be written."""
+        try:
+            for folder in (self.root, self.logs, self.journal, self.trajectories, self.snapshots, self.runs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.state.mkdir(mode=0o700, exist_ok=True)
+            if not self.secret_file.exists():
+                fresh = self.secret_file.with_suffix(".new")
+                with os.fdopen(os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(secrets.token_hex(32))
+                fresh.replace(self.secret_file)
+        except OSError as error:
+            raise BadInput(
+                "job.dir", str(self.root), f"it must be a folder that can be written ({error.strerror})"
+            ) from error
+        self._create_sockets()
+
+    def _create_sockets(self) -> None:
+        self.sockets.mkdir(mode=0o700, exist_ok=True)
+        status = self.sockets.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise BadInput("sockets folder", str(self.sockets), "it must be a folder of this user's with mode 0700")

@@ -1,0 +1,67 @@
+"""Moving the KV of one prefix from an engine to another, so that the continued request does not compute it again.
+
+The target says which whole blocks it lacks and pulls them from the source. Whatever goes wrong, nothing wrong is
+cached: the report says why, and the target computes the prefix itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gyre.engine.client import EngineClient, EngineInfo
+from gyre.errors import GyreError
+
+
+@dataclass(frozen=True)
+class MoveReport:
+    """What moved. `reason` is empty, or says why the target lacks what it lacks."""
+
+    blocks: int
+    bytes: int
+    tokens: int
+    """Tokens of the prefix whose KV the target now need not compute because of this move."""
+    seconds: float
+    reason: str
+
+
+async def move_prefix(
+    source: EngineClient, target: EngineClient, token_ids: Sequence[int], version: int, deadline_s: float
+) -> MoveReport:
+    """Bring the whole blocks of `token_ids` under `version` to `target`. Never raises for a failed move."""
+    started_s = time.monotonic()
+    blocks = size = tokens = 0
+    reason = ""
+    try:
+        async with asyncio.timeout(deadline_s):
+            lack = await target.kv_lack(token_ids, version)
+            if lack.missing:
+                info = await source.info()
+                reason = _obstacle(source.url, info, version, lack.layout)
+                if not reason:
+                    left_s = max(0.001, deadline_s - (time.monotonic() - started_s))
+                    pulled = await target.kv_pull(info.kv_address, lack.missing, version, lack.layout, left_s)
+                    blocks, size, reason = pulled.blocks, pulled.bytes, pulled.reason
+                    tokens = blocks * info.block_tokens
+                    if not reason and blocks < len(lack.missing):
+                        reason = (
+                            f"{len(lack.missing) - blocks} of {len(lack.missing)} blocks were gone or found no room"
+                        )
+    except TimeoutError:
+        reason = f"not done within {deadline_s:g} s"
+    except GyreError as error:
+        reason = str(error)
+    return MoveReport(blocks, size, tokens, time.monotonic() - started_s, reason)
+
+
+def _obstacle(url: str, info: EngineInfo, version: int, layout: str) -> str:
+    """Why the source's blocks cannot be those of the target, or an empty string."""
+    if not info.kv_address:
+        return f"{url} serves no KV blocks"
+    if info.version != version:
+        return f"{url} holds version {info.version}, and the prefix is of version {version}"
+    if info.kv_layout != layout:
+        return f"the layouts differ: {info.kv_layout} and {layout}"
+    return ""

@@ -1,0 +1,207 @@
+"""The proxy's front door: HTTP in the harness's dialect, one base URL a run.
+
+`/run/<run>/<key>` is what a harness is given as its API's address; behind it stand the paths of the dialects. Every
+answer that is not one is in the dialect's own form. Nothing of a stream is sent before all of it is safe (`delivery`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
+
+from aiohttp import web
+
+from gyre.errors import BadInput
+from gyre.proxy.delivery import Hold, hold_of
+from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
+from gyre.proxy.dialects.dialect import Dialect
+from gyre.proxy.dialects.openai_chat import OpenAIChat
+from gyre.proxy.faults import Fault, FaultKind, bad_request
+from gyre.proxy.live_run import LiveRun, ModelRequest
+from gyre.proxy.session import Call
+
+WRITE_S = 300.0
+"""The longest a client may take to read an answer."""
+_log = logging.getLogger(__name__)
+
+
+class Door(Protocol):
+    def admit(self, run: str, key: str) -> LiveRun: ...
+
+
+class Front:
+    def __init__(
+        self, door: Door, openai: OpenAIChat, anthropic: AnthropicMessages, model: str, request_bytes: int
+    ) -> None:
+        self._door = door
+        self._openai = openai
+        self._anthropic = anthropic
+        self._model = model
+        self._request_bytes = request_bytes
+        self._runner: web.AppRunner | None = None
+        self.base_url = ""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port."""
+        app = web.Application(client_max_size=self._request_bytes)
+        app.router.add_route("*", "/run/{run}/{key}/{path:.*}", self._serve)
+        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, reuse_address=True)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = "another process listens there" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            raise BadInput("server.port", port, f"a free port on {host} is needed: {reason}") from error
+        bound = cast("int", self._runner.addresses[0][1])
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        return bound
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # ------------------------------------------------------------------------------------------ paths
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        path = request.match_info["path"].removeprefix("v1/")
+        dialect = self._dialect(request, path)
+        handlers: dict[tuple[str, str], Callable[[web.Request, LiveRun, Dialect], Awaitable[web.StreamResponse]]] = {
+            ("POST", "chat/completions"): self._model_call,
+            ("POST", "messages"): self._model_call,
+            ("POST", "messages/count_tokens"): self._count_tokens,
+            ("GET", "models"): self._models,
+            ("HEAD", "api/hello"): self._hello,
+            ("GET", "api/hello"): self._hello,
+        }
+        try:
+            live = self._door.admit(request.match_info["run"], request.match_info["key"])
+            handler = handlers.get((request.method, path))
+            if handler is None:
+                raise Fault(FaultKind.NOT_FOUND, f"{request.method} {path}: no such endpoint")
+            return await handler(request, live, dialect)
+        except Fault as fault:
+            status, body = dialect.fault(fault)
+            return web.json_response(body, status=status)
+
+    def _dialect(self, request: web.Request, path: str) -> Dialect:
+        """By the path; where that is no dialect's own, by the header in which a client shows its key."""
+        if path.startswith("messages"):
+            return self._anthropic
+        return self._anthropic if "x-api-key" in request.headers and path != "chat/completions" else self._openai
+
+    async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
+        status, body = self._openai.fault(Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…"))
+        return web.json_response(body, status=status)
+
+    async def _hello(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
+        return web.Response(text="")
+
+    async def _models(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
+        model = {
+            "id": self._model,
+            "object": "model",
+            "type": "model",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "gyre",
+            "display_name": self._model,
+        }
+        body = {"object": "list", "data": [model], "has_more": False, "first_id": self._model, "last_id": self._model}
+        return web.json_response(body)
+
+    async def _count_tokens(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
+        conversation = self._anthropic.parse_count(await _json_body(request))
+        return web.json_response({"input_tokens": live.count_tokens(conversation)})
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    async def _model_call(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
+        body = await _json_body(request)
+        conversation = dialect.parse(body)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        asked = ModelRequest(dialect, conversation, body, headers)
+        if conversation.stream:
+            return await self._streamed(request, live, asked)
+        call = await live.answer(asked)
+        reply = live.session.reply(call, conversation.model)
+        response = web.json_response(dialect.body(reply))
+        return await _written(request, response, live, call)
+
+    async def _streamed(self, request: web.Request, live: LiveRun, asked: ModelRequest) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        hold = hold_of(live.session.opened.profile)
+        answering = asyncio.get_running_loop().create_task(live.answer(asked))
+        try:
+            await self._held(request, response, answering, hold, asked.dialect)
+            call = await answering
+        except Fault as fault:
+            if not response.prepared:
+                raise
+            await response.write(asked.dialect.fault_event(fault))
+            await response.write_eof()
+            return response
+        finally:
+            if not answering.done():
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
+        reply = live.session.reply(call, asked.conversation.model)
+        events = asked.dialect.events(reply, include_usage=asked.conversation.include_usage)
+        return await _written(request, response, live, call, b"".join(events))
+
+    async def _held(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        answering: asyncio.Task[Call],
+        hold: Hold,
+        dialect: Dialect,
+    ) -> None:
+        """Wait for the answer; after a while with the headers sent, and heartbeats behind them."""
+        await asyncio.wait([answering], timeout=hold.headers_s)
+        while not answering.done():
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(dialect.heartbeat())
+            await asyncio.wait([answering], timeout=hold.heartbeat_s)
+
+
+async def _json_body(request: web.Request) -> dict[str, Any]:
+    try:
+        data = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Fault(FaultKind.TOO_LARGE, f"the request is too large: {error.text}") from error
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {str(error)[:200]}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the body is not a JSON object")
+    return cast("dict[str, Any]", body)
+
+
+async def _written(
+    request: web.Request, response: web.StreamResponse, live: LiveRun, call: Call, events: bytes = b""
+) -> web.StreamResponse:
+    """Write the answer out, and only then count it as delivered."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            if not response.prepared:
+                await response.prepare(request)
+            if events:
+                await response.write(events)
+            await response.write_eof()
+    except TimeoutError:
+        _log.warning("call %s: its client did not read the answer in %.0f s", call.id, WRITE_S)
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    live.delivered(call)
+    return response

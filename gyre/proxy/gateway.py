@@ -1,0 +1,344 @@
+"""The gateway: the runs that are open, the engines they may use, and the proxy's front door.
+
+The node tells it which engines there are and which runs to let in; harnesses reach it over HTTP under
+`/run/<run>/<key>`. It promises that a switch of a cell, an engine's death or its own only slows an answer down, and
+that what a closed run left is on disk. It comes back on the same port with every open run's tree read from its journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gyre.actors.messages import (
+    CloseRun,
+    DrainEngine,
+    DrainReport,
+    GatewayStatus,
+    GetLineages,
+    Lineages,
+    OpenRun,
+    SetRoutes,
+)
+from gyre.engine.client import EngineClient
+from gyre.errors import BadInput, GyreError, Refused, StorageFull
+from gyre.ids import CellId, RunId
+from gyre.kv_migrate.prefix import MoveReport, move_prefix
+from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
+from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
+from gyre.proxy.dialects.dialect import Dialect
+from gyre.proxy.dialects.openai_chat import OpenAIChat
+from gyre.proxy.engines import Engines
+from gyre.proxy.faults import Fault, FaultKind
+from gyre.proxy.front import Front
+from gyre.proxy.generation import MOVE_S, Generation
+from gyre.proxy.journal_writer import JournalWriter, read_journal
+from gyre.proxy.live_run import Limits, LiveRun
+from gyre.proxy.rendering import Rendering
+from gyre.proxy.sampling import Cached
+from gyre.proxy.session import Session, opened_record
+from gyre.trajectory.journal import CallStarted, RunClosed, RunOpened
+from gyre.trajectory.records import RunTrace
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REMEMBERED = 4096
+"""Closed runs whose harness is told that the run is closed, and not that it is unknown."""
+_MOVES_AT_ONCE = 8
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    journal_dir: Path
+    trajectories_dir: Path
+    model_dir: Path
+    context_tokens: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one, and the same again after a restart."""
+    renderer: str = "auto"
+    thinking: bool = False
+    j_max: int = 5
+    request_bytes: int = 64 * 1024 * 1024
+    block_tokens: int = 16
+    fsync: bool = True
+    """Whether a record is on the disk itself before an answer that rests on it is complete, or only with the kernel."""
+    wait_s: float = 1800.0
+    """The longest a call goes without a token before the harness is told that no engine could answer."""
+
+
+class Gateway:
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self._open_dir = config.journal_dir / "open"
+        self._closed_dir = config.journal_dir / "closed"
+        self._rendering = Rendering(config.model_dir, config.renderer, thinking=config.thinking)
+        self._openai, self._anthropic = OpenAIChat(), AnthropicMessages()
+        self._dialects: dict[str, Dialect] = {self._openai.name: self._openai, self._anthropic.name: self._anthropic}
+        self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
+        self._engines = Engines(config.wait_s)
+        self._runs: dict[RunId, LiveRun] = {}
+        self._closed_keys: OrderedDict[RunId, str] = OrderedDict()
+        self._closing: dict[RunId, asyncio.Lock] = {}
+        self._closed = ClosedRuns(config.trajectories_dir)
+        self._left_over: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._calls = 0
+        self._sampled_tokens = 0
+        self._recomputed_tokens = 0
+        self._max_silence_s = 0.0
+        self._front = Front(self, self._openai, self._anthropic, config.model_dir.name, config.request_bytes)
+
+    # ------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Read the journals of open runs, and serve. Raises BadInput when the port is taken."""
+        for folder in (self._open_dir, self._closed_dir, self.config.trajectories_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        port_file = self.config.journal_dir / "port"
+        port = self.config.port
+        if not port:
+            with suppress(OSError, ValueError):
+                port = int(port_file.read_text(encoding="ascii"))
+        port = await self._front.start(self.config.host, port)
+        with suppress(OSError):
+            port_file.write_text(str(port), encoding="ascii")
+
+    async def stop(self) -> None:
+        """Serve no more. Open runs stay open in their journals.
+
+        Connections are dropped before the calls end: a harness sends its request again, and would not after an error.
+        """
+        await self._front.stop()
+        for live in self._runs.values():
+            await live.end()
+            await live.close_journal()
+        await self._engines.close()
+
+    @property
+    def base_url(self) -> str:
+        return self._front.base_url
+
+    # ------------------------------------------------------------------------------------------ engines
+
+    async def set_routes(self, order: SetRoutes) -> None:
+        if self._left_over and order.engines:
+            await self._abort_left_over([route.url for route in order.engines])
+        await self._engines.set_routes(order)
+
+    async def drain(self, order: DrainEngine) -> DrainReport:
+        """Stop what is in flight on the cell and go on elsewhere; runs between calls take their KV along too."""
+        started_s = time.monotonic()
+        self._engines.close_cell(order.cell)
+        generations = [sitter for sitter in self._engines.sitters(order.cell) if isinstance(sitter, Generation)]
+        departures = await asyncio.gather(*(generation.stop(move=order.move) for generation in generations))
+        stop_s = time.monotonic() - started_s
+        reports = await self._moved_idle(order.cell) if order.move else []
+        if departures:
+            await asyncio.wait(departures, timeout=MOVE_S)
+        reports += [departure.result() for departure in departures if departure.done()]
+        moved = [report for report in reports if report is not None]
+        return DrainReport(
+            requests=len(generations),
+            moved_blocks=sum(report.blocks for report in moved),
+            moved_bytes=sum(report.bytes for report in moved),
+            stop_s=stop_s,
+            move_s=time.monotonic() - started_s,
+        )
+
+    # ------------------------------------------------------------------------------------------ runs
+
+    async def open_run(self, order: OpenRun) -> None:
+        """Let the run in. Raises Refused for an attempt older than, or other than, the one that is open."""
+        if not _RUN_NAME.fullmatch(order.run):
+            raise BadInput("run", order.run, "letters, digits, '.', '_' and '-', not more than 128")
+        live = self._runs.get(order.run)
+        if live is not None:
+            opened = live.session.opened
+            if order.attempt < opened.attempt:
+                raise Refused(f"run {order.run}: attempt {order.attempt} is over; attempt {opened.attempt} is open")
+            if order.attempt == opened.attempt:
+                if order != opened:
+                    raise Refused(f"run {order.run}, attempt {order.attempt}: it is open with other settings")
+                return
+            await self._discard(live)
+        if self._closed.read(order.run, order.attempt) is not None:
+            raise Refused(f"run {order.run}, attempt {order.attempt}: it is closed")
+        journal = JournalWriter(self._folder(order.run, order.attempt), fsync=self.config.fsync)
+        session = Session(order, self._rendering, self._dialects)
+        try:
+            journal.append(opened_record(order))
+            await journal.sync()
+        except StorageFull:
+            await journal.close()
+            raise
+        self._runs[order.run] = self._live(session, journal)
+        self._failed.pop(order.run, None)
+
+    async def close_run(self, order: CloseRun) -> RunTrace:
+        """End the run; returns its trace, the same each time it is asked for."""
+        async with self._closing.setdefault(order.run, asyncio.Lock()):
+            try:
+                return await self._close(order)
+            finally:
+                if order.run not in self._runs:
+                    self._closing.pop(order.run, None)
+
+    async def _close(self, order: CloseRun) -> RunTrace:
+        closed = self._closed.read(order.run, order.attempt)
+        live = self._runs.get(order.run)
+        if closed is not None and (live is None or live.session.opened.attempt != order.attempt):
+            return closed.trace
+        if live is None:
+            raise Refused(f"run {order.run}: no such run is open")
+        session = live.session
+        if session.opened.attempt != order.attempt:
+            raise Refused(f"run {order.run}: attempt {session.opened.attempt} is open, not {order.attempt}")
+        await live.end()
+        trace, lineages = session.trace(self.config.j_max)
+        try:
+            self._closed.write(ClosedRun(trace, lineages))
+        except StorageFull as error:
+            # The run cannot be trained from, and says so; its figures are still good.
+            session.failure = session.failure or str(error)
+            trace = replace(trace, lineages=(), counted_tokens=0, failure=session.failure)
+        await live.close_journal(RunClosed(run=order.run, attempt=order.attempt, failure=session.failure))
+        if session.failure:
+            self._failed[order.run] = session.failure
+        self._retire(live)
+        return trace
+
+    def lineages(self, order: GetLineages) -> Lineages:
+        return Lineages(self._closed.lineages(order.run, order.attempt, order.indices))
+
+    def status(self) -> GatewayStatus:
+        sessions = [live.session for live in self._runs.values()]
+        return GatewayStatus(
+            base_url=self.base_url,
+            open_runs=len(sessions),
+            calls_in_flight=sum(live.calls_in_flight for live in self._runs.values()),
+            calls_waiting=self._engines.waiting,
+            in_flight=self._engines.in_flight(),
+            calls=self._calls + sum(session.answered_calls for session in sessions),
+            sampled_tokens=self._sampled_tokens + sum(session.tree.sampled_tokens for session in sessions),
+            max_silence_s=max((self._max_silence_s, *(session.max_silence_s for session in sessions))),
+            prefix_tokens_recomputed=self._recomputed_tokens + sum(session.recomputed_tokens for session in sessions),
+            failed_runs={
+                **self._failed,
+                **{session.opened.run: session.failure for session in sessions if session.failure},
+            },
+        )
+
+    # ------------------------------------------------------------------------------------------ the front's side
+
+    def admit(self, run: str, key: str) -> LiveRun:
+        """The open run that `key` opens. Raises Fault(UNAUTHORIZED) or Fault(CLOSED)."""
+        live = self._runs.get(RunId(run))
+        known = self._closed_keys.get(RunId(run)) if live is None else live.session.opened.key
+        if known is None or not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
+            raise Fault(FaultKind.UNAUTHORIZED, "no such run, or not its key")
+        if live is None:
+            raise Fault(FaultKind.CLOSED, "the run is closed")
+        return live
+
+    # ------------------------------------------------------------------------------------------ private
+
+    def _live(self, session: Session, journal: JournalWriter) -> LiveRun:
+        return LiveRun(session, journal, self._engines, self._rendering, self._limits)
+
+    def _folder(self, run: RunId, attempt: int) -> Path:
+        return self._open_dir / run / f"{attempt}"
+
+    def _retire(self, live: LiveRun) -> None:
+        """Take a closed run out of the open ones, and its journal with it."""
+        session = live.session
+        opened = session.opened
+        self._calls += session.answered_calls
+        self._sampled_tokens += session.tree.sampled_tokens
+        self._recomputed_tokens += session.recomputed_tokens
+        self._max_silence_s = max(self._max_silence_s, session.max_silence_s)
+        del self._runs[opened.run]
+        self._engines.forget(opened.run)
+        self._closed_keys[opened.run] = opened.key
+        while len(self._closed_keys) > _REMEMBERED:
+            self._closed_keys.popitem(last=False)
+        self._put_away(opened.run, opened.attempt)
+
+    def _put_away(self, run: RunId, attempt: int) -> None:
+        folder = self._folder(run, attempt)
+        try:
+            folder.rename(self._closed_dir / f"{run}.{attempt}")
+            folder.parent.rmdir()
+        except OSError as error:
+            _log.warning("the journal of run %s stays among the open ones: %s", run, error)
+
+    async def _discard(self, live: LiveRun) -> None:
+        """A higher attempt begins: what this one did is of no more use."""
+        await live.end()
+        opened = live.session.opened
+        await live.close_journal(RunClosed(run=opened.run, attempt=opened.attempt, failure="a later attempt began"))
+        self._retire(live)
+
+    def _restore(self) -> None:
+        """Open again what the journals say was open."""
+        for folder in sorted(self._open_dir.glob("*/*"), key=lambda path: (path.parent.name, int(path.name))):
+            run, attempt = RunId(folder.parent.name), int(folder.name)
+            records = read_journal(folder)
+            first = records[0] if records else None
+            over = (bool(records) and isinstance(records[-1], RunClosed)) or self._closed.read(run, attempt) is not None
+            if over or not isinstance(first, RunOpened):
+                self._put_away(run, attempt)
+                continue
+            opened = OpenRun(run, attempt, first.key, first.profile, first.temperature, first.max_tokens)
+            session = Session(opened, self._rendering, self._dialects)
+            session.restore(records[1:])
+            started = sum(isinstance(entry, CallStarted) for entry in records)
+            _log.info("run %s is open again, with %d calls of its journal", run, started)
+            older = self._runs.get(run)
+            if older is not None:
+                self._put_away(run, older.session.opened.attempt)
+            self._runs[run] = self._live(session, JournalWriter(folder, fsync=self.config.fsync))
+            self._left_over += [call.id for call in session.unfinished()]
+
+    async def _abort_left_over(self, urls: list[str]) -> None:
+        """Engines may still sample for the gateway that died; its calls begin anew, so those requests end first."""
+        for url in urls:
+            async with EngineClient(url, connect_s=1.0, control_s=5.0) as client:
+                with suppress(GyreError):
+                    await client.abort_all()
+        self._left_over.clear()
+
+    async def _moved_idle(self, cell: CellId) -> list[MoveReport | None]:
+        """Move the KV of runs that are between calls, so that their next call does not compute it again."""
+        slots = asyncio.Semaphore(_MOVES_AT_ONCE)
+        version = self._engines.version
+
+        async def moved(live: LiveRun) -> MoveReport | None:
+            call = live.idle_prefix(cell, version)
+            run = live.session.opened.run
+            target = self._engines.next_home(run)
+            source = self._engines.client(cell)
+            if call is None or call.cached is None or target is None or target == cell or source is None:
+                return None
+            client = self._engines.client(target)
+            if client is None:
+                return None
+            token_ids = live.session.tree.prompt_ids(call.id) + live.session.tree.output_ids(call.id)
+            async with slots:
+                report = await move_prefix(source, client, token_ids, version, MOVE_S)
+            if not report.reason:
+                call.cached = Cached(target, version, len(token_ids))
+                if self._engines.home(run) == cell:
+                    self._engines.rehome(run, target)
+            return report
+
+        runs = [live for run in self._engines.runs_at(cell) if (live := self._runs.get(run)) is not None]
+        return list(await asyncio.gather(*(moved(live) for live in runs)))

@@ -1,0 +1,239 @@
+"""A run while it is open: its session, its journal, and the calls that are being sampled for it.
+
+Whoever asks for an answer waits here; equal requests wait for the same call. When the last one that waits goes away the
+engine is told to stop, and the tokens so far are kept for the retry. A journal that cannot be written stops the run,
+and only this run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre.errors import StorageFull
+from gyre.ids import CallId, CellId
+from gyre.proxy.conversation import Conversation, body_digest
+from gyre.proxy.dialects.dialect import Dialect
+from gyre.proxy.engines import Engines
+from gyre.proxy.faults import Fault, FaultKind
+from gyre.proxy.generation import Generation
+from gyre.proxy.journal_writer import JournalWriter
+from gyre.proxy.rendering import Rendering
+from gyre.proxy.sampling import Sampling, Stretch
+from gyre.proxy.session import Call, Session
+from gyre.trajectory.journal import JournalRecord
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One request of the harness, parsed."""
+
+    dialect: Dialect
+    conversation: Conversation
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    """Names in lower case."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    context_tokens: int
+    block_tokens: int
+    wait_s: float
+    """The longest a call goes without a token before it is given up."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A call that is being sampled, and those who wait for it."""
+
+    call: Call
+    generation: Generation
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    fault: Fault | None = None
+    waiters: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class LiveRun:
+    def __init__(
+        self, session: Session, journal: JournalWriter, engines: Engines, rendering: Rendering, limits: Limits
+    ) -> None:
+        self.session = session
+        self._journal = journal
+        self._engines = engines
+        self._rendering = rendering
+        self._limits = limits
+        self._work: dict[CallId, _Work] = {}
+
+    # ------------------------------------------------------------------------------------------ answering
+
+    async def answer(self, request: ModelRequest) -> Call:
+        """The call that answers the request, ended and on disk. Raises Fault where there will be no answer."""
+        self._check_open()
+        digest = body_digest(request.body)
+        call = self.session.find(digest)
+        if call is None:
+            call, records = self.session.begin(
+                request.conversation,
+                request.body,
+                digest,
+                request.dialect,
+                request.headers,
+                self._limits.context_tokens,
+                time.time(),
+            )
+            self._append(records)
+        if call.answer is None:
+            await self._sampled(call)
+        try:
+            await self._journal.sync()
+        except StorageFull as error:
+            raise self.stop(str(error)) from error
+        return call
+
+    def delivered(self, call: Call) -> None:
+        """The answer was written to the harness, whole."""
+        record = self.session.deliver(call.id)
+        if record is not None and not self.session.failure:
+            self._append([record])
+
+    def count_tokens(self, conversation: Conversation) -> int:
+        """Tokens of the prompt that the conversation would have now."""
+        self._check_open()
+        return self.session.count_tokens(conversation)
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def stop(self, reason: str) -> Fault:
+        """Take no more calls, for `reason`, and end those that wait. Returns what they are told."""
+        fault = Fault(FaultKind.CLOSED, f"the run was stopped: {reason}")
+        if not self.session.failure:
+            _log.error("run %s is stopped: %s", self.session.opened.run, reason)
+            self.session.failure = reason
+        self._end_waiting(fault)
+        return fault
+
+    async def end(self) -> None:
+        """End all calls; returns when no engine samples for the run."""
+        self._end_waiting(Fault(FaultKind.CLOSED, "the run was closed"))
+        tasks = [work.task for work in self._work.values() if work.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._work.clear()
+
+    async def close_journal(self, last: JournalRecord | None = None) -> None:
+        """Close the journal, with the run's last record where the run is over."""
+        try:
+            if last is not None:
+                self._journal.append(last)
+                await self._journal.sync()
+        except StorageFull as error:
+            _log.warning("run %s is closed, and its journal does not say so: %s", self.session.opened.run, error)
+        finally:
+            await self._journal.close()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    @property
+    def calls_in_flight(self) -> int:
+        return sum(1 for work in self._work.values() if work.task is not None and not work.task.done())
+
+    def idle_prefix(self, cell: CellId, version: int) -> Call | None:
+        """The call whose KV on `cell` the run's next request will want, where no request holds it now."""
+        if self.calls_in_flight or self.session.failure:
+            return None
+        call = self.session.latest()
+        at = None if call is None else call.cached
+        return call if at is not None and at.cell == cell and at.version == version else None
+
+    # ------------------------------------------------------------------------------------------ private
+
+    def _check_open(self) -> None:
+        if self.session.failure:
+            raise Fault(FaultKind.CLOSED, f"the run was stopped: {self.session.failure}")
+
+    async def _sampled(self, call: Call) -> None:
+        """Wait until the call has ended; the last to stop waiting stops the sampling."""
+        work = self._work.get(call.id)
+        if work is None:
+            work = self._work[call.id] = _Work(call, self._generation(call))
+        work.waiters += 1
+        try:
+            if work.task is not None and work.task.cancelling():
+                await asyncio.wait([work.task])  # it was given up a moment ago: let it come to rest first
+                self._check_open()
+            if work.task is None or work.task.done():
+                work.task = asyncio.get_running_loop().create_task(self._sample(work), name=f"sample {call.id}")
+            await work.done.wait()
+        finally:
+            work.waiters -= 1
+            if not work.waiters:
+                _cancel(work)
+        if work.fault is not None:
+            raise work.fault
+
+    async def _sample(self, work: _Work) -> None:
+        """Owned by those who wait, and by `end`."""
+        call = work.call
+        try:
+            await work.generation.sample(self._limits.wait_s)
+            self._append([self.session.end(call, work.generation.ending())])
+        except Fault as fault:
+            work.fault = work.fault or fault
+            if fault.kind is FaultKind.UNAVAILABLE:
+                self.session.fail(call)
+        except StorageFull as error:
+            work.fault = self.stop(str(error))
+        except Exception:
+            _log.exception("call %s failed", call.id)
+            work.fault = Fault(FaultKind.UNAVAILABLE, "the gateway failed on this call; its log says why")
+            self.session.fail(call)
+        self._work.pop(call.id, None)
+        work.done.set()
+
+    def _generation(self, call: Call) -> Generation:
+        opened = self.session.opened
+        return Generation(
+            call=call.id,
+            run=opened.run,
+            prompt=self.session.prompt_of(call),
+            sampling=Sampling(
+                temperature=opened.temperature,
+                max_tokens=call.max_tokens,
+                stop_token_ids=self._rendering.stop_token_ids,
+                stop=call.stop,
+                seed=call.seed,
+            ),
+            engines=self._engines,
+            decode=self._rendering.decode,
+            block_tokens=self._limits.block_tokens,
+            cached=self.session.known_before(call),
+            so_far=Stretch(call.output, call.logprobs, call.versions) if call.output else None,
+            recorded=lambda stretch: self._journal.append(self.session.sampled(call, stretch)),
+        )
+
+    def _append(self, records: Iterable[JournalRecord]) -> None:
+        try:
+            for record in records:
+                self._journal.append(record)
+        except StorageFull as error:
+            raise self.stop(str(error)) from error
+
+    def _end_waiting(self, fault: Fault) -> None:
+        for work in self._work.values():
+            work.fault = work.fault or fault
+            work.done.set()
+            _cancel(work)
+
+
+def _cancel(work: _Work) -> None:
+    """Once, and from outside: a task that is coming to rest still tells its engine, and is let."""
+    task = work.task
+    if task is not None and not task.done() and not task.cancelling() and task is not asyncio.current_task():
+        task.cancel()

@@ -1,0 +1,241 @@
+"""Messages to token ids and back, for one model: its tokenizer, and the renderer of its family.
+
+`renderers` and `tokenizers` are imported when a `Rendering` is made and not before, so that nothing else of the proxy
+costs their memory. What was sampled is never rendered again: a next prompt is the recorded ids and `bridge`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from gyre.errors import BadInput
+from gyre.proxy.conversation import Message, Speaker, ToolCall
+from gyre.proxy.faults import bad_request
+
+_FAMILY_OF_MODEL_TYPE = {
+    "deepseek_v3": "deepseek-v3",
+    "glm4_moe": "glm-4.5",
+    "gpt_oss": "gpt-oss",
+    "kimi_k2": "kimi-k2",
+    "llama": "llama-3",
+    "minimax_m2": "minimax-m2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "qwen3_vl": "qwen3-vl",
+}
+_TAIL_TOKENS = 512
+"""As much of a recorded prompt's end as a bridge looks at: its generation prompt, and some room."""
+
+
+@dataclass(frozen=True)
+class ParsedOutput:
+    """An output as a message. A tool call that is not well formed stays in the text, where the harness can see it."""
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[tuple[str, str], ...]
+    """(name, arguments as JSON text)."""
+
+
+class Rendering:
+    """The model's text form. `thinking` asks for prompts in which the model may think."""
+
+    def __init__(self, model_dir: Path, renderer: str = "auto", *, thinking: bool = False) -> None:
+        from renderers import create_renderer, template_field_names
+
+        self._tokenizer = _Tokenizer(model_dir)
+        config = _renderer_config(_family(model_dir, renderer))
+        asked: dict[str, Any] = {"thinking_retention": "all"}
+        if "enable_thinking" in template_field_names(config):
+            asked["enable_thinking"] = thinking
+        try:
+            self._renderer = create_renderer(cast(Any, self._tokenizer), type(config)(**asked))
+        except (AssertionError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise BadInput("model.renderer", config.name, f"it does not fit the model's tokenizer: {reason}") from error
+        self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+
+    # ------------------------------------------------------------------------------------------ messages to ids
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """The whole prompt, history as the model's own template has it. Raises Fault(BAD_REQUEST) for what it cannot."""
+        try:
+            return self._rendered(_plain(messages), tools, generation=True)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
+
+    def bridge(
+        self, prompt: Sequence[int], output: Sequence[int], messages: Sequence[Message], tools: Sequence[Any]
+    ) -> list[int] | None:
+        """The ids that follow `prompt` + `output` when `messages` come next, up to the next generation prompt.
+
+        Costs the new messages only. None where this family cannot go on behind recorded ids.
+        """
+        if not messages:
+            return None
+        tail = list(prompt[-_TAIL_TOKENS:])
+        suffix = self._bridged(tail, list(output), messages, tools)
+        if suffix is None:
+            # The output does not parse as a turn (thinking that was never closed, say): end it, and go on behind it.
+            suffix = self._bridged(*self._plain_turn(), messages, tools)
+            if suffix is not None and not (output and output[-1] in self.stop_token_ids):
+                suffix = [self.stop_token_ids[0], *suffix]
+        return suffix
+
+    def assistant(self, message: Message, tools: Sequence[Any]) -> list[int] | None:
+        """The ids of an assistant's turn not sampled here, as they stand behind a generation prompt, or None."""
+        before = [{"role": "user", "content": "-"}]
+        opening = self._rendered(before, tools, generation=True)
+        whole = self._rendered([*before, *_plain([message])], tools, generation=False)
+        if whole[: len(opening)] != opening:
+            return None
+        turn = whole[len(opening) :]
+        ends = [place for place, token in enumerate(turn) if token in self.stop_token_ids]
+        return turn[: ends[-1] + 1] if ends else turn
+
+    def _rendered(self, messages: list[Any], tools: Sequence[Any], *, generation: bool) -> list[int]:
+        ids = self._renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=generation)
+        return list(ids)
+
+    def _bridged(
+        self, prompt: list[int], output: list[int], messages: Sequence[Message], tools: Sequence[Any]
+    ) -> list[int] | None:
+        known = prompt + output
+        try:
+            bridged = self._renderer.bridge_to_next_turn(prompt, output, _plain(messages), tools=list(tools) or None)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
+        if bridged is None:
+            return None
+        ids = list(bridged.token_ids)
+        return ids[len(known) :] if ids[: len(known)] == known else None
+
+    def _plain_turn(self) -> tuple[list[int], list[int]]:
+        prompt = self._rendered([{"role": "user", "content": "-"}], (), generation=True)
+        return prompt, [*self._tokenizer.encode("ok"), self.stop_token_ids[0]]
+
+    # ------------------------------------------------------------------------------------------ ids to messages
+
+    def parse(self, output: Sequence[int], prompt: Sequence[int]) -> ParsedOutput:
+        """What the policy said in `output`, sampled behind `prompt`."""
+        try:
+            parsed = self._renderer.parse_response(list(output), prompt_ids=list(prompt[-_TAIL_TOKENS:]))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+            # A policy may sample anything; what the family's parser cannot take is plain text.
+            ids = [token for token in output if token not in self.stop_token_ids]
+            return ParsedOutput(text=self.decode(ids), reasoning="", tool_calls=())
+        text, calls = parsed.content, list[tuple[str, str]]()
+        for call in parsed.tool_calls:
+            name, arguments = cast(Any, call.name), _arguments(call.arguments)
+            if call.status == "ok" and isinstance(name, str) and name and arguments is not None:
+                calls.append((name, arguments))
+            else:
+                text += f"<tool_call>\n{call.raw}\n</tool_call>"
+        return ParsedOutput(text=text, reasoning=parsed.reasoning_content or "", tool_calls=tuple(calls))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+
+def _arguments(value: Any) -> str | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+
+
+def _plain(messages: Sequence[Message]) -> list[Any]:
+    plain: list[Any] = []
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.speaker.value, "content": message.text}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        if message.speaker is Speaker.TOOL:
+            entry["tool_call_id"] = message.tool_call_id
+        plain.append(entry)
+    return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+
+
+def _family(model_dir: Path, renderer: str) -> str:
+    if renderer != "auto":
+        return renderer
+    path = model_dir / "config.json"
+    try:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput("model.path", str(model_dir), "a folder with the model's config.json is needed") from error
+    family = _FAMILY_OF_MODEL_TYPE.get(model_type)
+    if family is None:
+        known = ", ".join(sorted(_FAMILY_OF_MODEL_TYPE))
+        raise BadInput(
+            "model.renderer", "auto", f"model type {model_type!r} has no renderer of its own; known: {known}"
+        )
+    return family
+
+
+def _renderer_config(family: str) -> Any:
+    from renderers import config_from_name
+
+    if family != "default":
+        try:
+            config = config_from_name(family)
+        except (KeyError, ValueError):
+            config = None
+        if config is not None:
+            return config
+    known = ", ".join(sorted({*_FAMILY_OF_MODEL_TYPE.values(), "auto"}))
+    raise BadInput(
+        "model.renderer", family, f"a renderer that can go on behind recorded ids: {known}, and others of `renderers`"
+    )
+
+
+class _Tokenizer:
+    """The folder's `tokenizer.json`, with what `renderers` asks of a tokenizer."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = model_dir / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every fault of the file
+            raise BadInput("model.path", str(model_dir), f"a readable tokenizer.json is needed ({error})") from error
+        self.name_or_path = ""
+        self.unk_token_id: int | None = self._tokenizer.token_to_id("<unk>")
+        self.eos_token_id: int | None = next(
+            (
+                token
+                for name in ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>")
+                if (token := self._tokenizer.token_to_id(name)) is not None
+            ),
+            None,
+        )
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int] | int, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]

@@ -1,0 +1,247 @@
+"""The records of the state store (DESIGN §4) and their keys. Tokens, weights and KV never enter the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gyre.ids import CellId, GroupId, NodeId, RunId, SwitchId, TaskId
+from gyre.trajectory.records import Outcome, RunTrace
+from gyre.wire import record
+
+
+class Role(StrEnum):
+    """What a cell does. `draining` … `resuming` are the stages of a switch; `failed` is out of routing."""
+
+    ROLLOUT = "rollout"
+    DRAINING = "draining"
+    RELEASING = "releasing"
+    LOADING = "loading"
+    TRAIN = "train"
+    UNLOADING = "unloading"
+    RESUMING = "resuming"
+    PENDING_WEIGHTS = "pending_weights"
+    FAILED = "failed"
+
+
+class Purpose(StrEnum):
+    """Why a group runs: to train the policy, or to measure it on held-out tasks before / after."""
+
+    TRAIN = "train"
+    HELDOUT_BEFORE = "heldout_before"
+    HELDOUT_AFTER = "heldout_after"
+
+
+class GroupState(StrEnum):
+    OPEN = "open"
+    SETTLED = "settled"
+    CONSUMED = "consumed"
+
+
+class RunState(StrEnum):
+    QUEUED = "queued"
+    LIVE = "live"
+    SETTLED = "settled"
+
+
+class JobState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@record("leader")
+@dataclass(frozen=True)
+class LeaderRecord:
+    node: NodeId
+    address: str
+
+
+@record("node")
+@dataclass(frozen=True)
+class NodeRecord:
+    node: NodeId
+    address: str
+    """Where its control actor is reached (gyre.actors.remote address)."""
+    incarnation: str
+
+
+@record("cell_spec")
+@dataclass(frozen=True)
+class CellSpecRecord:
+    cell: CellId
+    node: NodeId
+    core: bool
+    slots: int
+    """Runs that the cell's engine serves at a time without slowing."""
+
+
+@record("cell_role")
+@dataclass(frozen=True)
+class CellRoleRecord:
+    """Desired and observed role. `epoch` grows by one with each desired role; `token` is the leader's that wrote it."""
+
+    desired: Role
+    observed: Role
+    epoch: int
+    token: int
+    traceparent: str
+    version: int
+    """The weight version the cell last reported; -1 before the first."""
+
+
+@record("snapshot")
+@dataclass(frozen=True)
+class SnapshotRecord:
+    """The authoritative weights. `version` only grows; `digest` is the manifest's."""
+
+    version: int
+    digest: str
+    path: str
+
+
+@record("job")
+@dataclass(frozen=True)
+class JobRecord:
+    name: str
+    spec: str
+    """The job file as JSON (gyre.config.JobSpec)."""
+    state: JobState
+    reason: str
+    launched_groups: int
+    """Training groups launched since the job began; survives restarts."""
+    consumed_groups: int
+    """Training groups whose batch was stepped on (or that trained nothing), since the job began."""
+    heldout_before: float | None
+    heldout_after: float | None
+    started_unix_s: float
+    active_s: float
+    """Seconds the job was worked on, earlier `gyrectl up` included; written with each step and at the end."""
+
+
+@record("step")
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, written in the transaction that publishes its snapshot."""
+
+    step: int
+    version: int
+    """The version it produced."""
+    groups: tuple[GroupId, ...]
+    scored_runs: int
+    mean_reward: float
+    counted_tokens: int
+    micro_steps: int
+    cells: tuple[CellId, ...]
+    """The cells whose gradient sums are in it."""
+    metrics: dict[str, float]
+    """loss, grad_norm, clip_fraction, kl, max_lag, …"""
+    finished_unix_s: float
+
+
+@record("group")
+@dataclass(frozen=True)
+class GroupRecord:
+    group: GroupId
+    task: TaskId
+    purpose: Purpose
+    index: int
+    """The task's place in its stream: `TaskSource.train(index)` or `heldout()[index]`."""
+    runs: tuple[RunId, ...]
+    state: GroupState
+    version: int
+    """The snapshot version at its launch."""
+    step: int
+    """The step that consumed it; 0 until then."""
+
+
+@record("run")
+@dataclass(frozen=True)
+class RunRecord:
+    run: RunId
+    group: GroupId
+    state: RunState
+    attempt: int
+    node: NodeId
+    outcome: Outcome | None
+    reward: float | None
+    reason: str
+    """Why it ended as it did, for people; empty when there is nothing to say."""
+    trace: RunTrace | None
+    started_unix_s: float
+    ended_unix_s: float
+
+
+@record("stage")
+@dataclass(frozen=True)
+class StageRecord:
+    stage: str
+    seconds: float
+
+
+@record("switch")
+@dataclass(frozen=True)
+class SwitchRecord:
+    """One role switch, written when it ends."""
+
+    switch: SwitchId
+    cell: CellId
+    epoch: int
+    start: Role
+    end: Role
+    """The role it reached; other than the desired one when it failed."""
+    desired: Role
+    started_unix_s: float
+    ended_unix_s: float
+    stages: tuple[StageRecord, ...]
+    trace_id: str
+    moved_requests: int
+    moved_blocks: int
+    moved_bytes: int
+    max_silence_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Every key path of a cluster, in one place."""
+
+    cluster: str
+
+    @property
+    def root(self) -> str:
+        return f"/gyre/{self.cluster}/"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.root}leader"
+
+    @property
+    def snapshot(self) -> str:
+        return f"{self.root}snapshot"
+
+    @property
+    def job(self) -> str:
+        return f"{self.root}job"
+
+    def node(self, node: NodeId) -> str:
+        return f"{self.root}nodes/{node}"
+
+    def cell_spec(self, cell: CellId) -> str:
+        return f"{self.root}cells/{cell}/spec"
+
+    def cell_role(self, cell: CellId) -> str:
+        return f"{self.root}cells/{cell}/role"
+
+    def step(self, step: int) -> str:
+        return f"{self.root}steps/{step:08d}"
+
+    def group(self, group: GroupId) -> str:
+        return f"{self.root}groups/{group}"
+
+    def run(self, run: RunId) -> str:
+        return f"{self.root}runs/{run}"
+
+    def switch(self, switch: SwitchId) -> str:
+        return f"{self.root}switches/{switch}"

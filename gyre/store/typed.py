@@ -1,0 +1,98 @@
+"""The store in records: what is read is validated, what is written is packed, and nobody does either by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from gyre.store.protocol import KeyValue, Put, Store, Txn, TxnResult, commit
+from gyre.wire import pack, unpack
+
+T = TypeVar("T")
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned(Generic[T]):
+    """A record as the store held it. A later write that must not overwrite another compares `mod_revision`."""
+
+    key: str
+    record: T
+    create_revision: int
+    mod_revision: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Generic[T]):
+    """One change of a record; `now` is None when it was deleted."""
+
+    kind: Literal["put", "delete"]
+    key: str
+    revision: int
+    now: Versioned[T] | None
+    before: Versioned[T] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """All records under a prefix at one revision; watch on from `revision + 1`."""
+
+    items: tuple[Versioned[T], ...]
+    revision: int
+
+
+def put_record(key: str, record: Any, lease: int = 0) -> Put:
+    """The put that stores `record` at `key`, for a transaction."""
+    return Put(key, pack(record), lease)
+
+
+def versioned(kv: KeyValue, cls: type[T]) -> Versioned[T]:
+    return Versioned(kv.key, unpack(kv.value, cls), kv.create_revision, kv.mod_revision, kv.lease)
+
+
+class TypedStore:
+    """A store, read and watched in records of a class that the caller names.
+
+    `suffix` picks the keys that end with it, where records of two classes lie under one prefix
+    (`cells/<id>/spec` and `cells/<id>/role`).
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def get(self, key: str, cls: type[T]) -> Versioned[T] | None:
+        kv = await self.store.get(key)
+        return None if kv is None else versioned(kv, cls)
+
+    async def range(self, prefix: str, cls: type[T], *, suffix: str = "") -> Listing[T]:
+        """All of them, at one revision, however many pages that takes."""
+        items: list[Versioned[T]] = []
+        after, revision = "", 0
+        while True:
+            page = await self.store.range(prefix, limit=_PAGE, after=after, revision=revision)
+            items += [versioned(kv, cls) for kv in page.items if kv.key.endswith(suffix)]
+            revision = page.revision
+            if not page.more:
+                return Listing(tuple(items), revision)
+            after = page.items[-1].key
+
+    async def watch(
+        self, prefix: str, cls: type[T], from_revision: int = 0, *, suffix: str = ""
+    ) -> AsyncGenerator[Change[T], None]:
+        """As `Store.watch`. Close it (`contextlib.aclosing`)."""
+        async with aclosing(self.store.watch(prefix, from_revision)) as events:
+            async for event in events:
+                if event.kv.key.endswith(suffix):
+                    now = versioned(event.kv, cls) if event.kind == "put" else None
+                    before = versioned(event.previous, cls) if event.previous else None
+                    yield Change(event.kind, event.kv.key, event.kv.mod_revision, now, before)
+
+    async def put(self, key: str, record: Any, lease: int = 0) -> int:
+        """Write one record, whatever was there; the revision. A leader writes by `commit` of a fenced transaction."""
+        return (await self.store.txn(puts=(put_record(key, record, lease),))).revision
+
+    async def commit(self, txn: Txn) -> TxnResult:
+        return await commit(self.store, txn)

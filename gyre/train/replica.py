@@ -1,0 +1,320 @@
+# pyright: basic
+"""A cell's replica: gradient sums of micro-steps, and on the core cell the merge and the optimizer step.
+
+Synchronous and without sockets: the replica process's actor calls it from one thread at a time. It promises that sums
+are only ever of one version and one layout, that a transfer and a micro-step enter the batch's sums once, and that
+after any failure it holds either what it held before or nothing.
+
+Two sets of sums are kept apart. A replica's *own* sums grow with `run_micro_step` and leave it whole by `sums` (to
+another replica) or `keep` (when it is the core's own). The *batch's* sums grow by `merge`, one transfer at a time,
+after the ledger accepted it; only those are stepped on.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gyre.actors.messages import MicroStep, MicroStepDone, OptimizerStep, StageSums, StepDone, SumsShipped
+from gyre.config import LossSection, OptimizerSection
+from gyre.errors import GyreError, Refused
+from gyre.ids import MicroStepId
+from gyre.loss.objectives import token_losses
+from gyre.train import snapshot
+from gyre.train.maps import read_hf_weights, to_hf, to_megatron
+from gyre.train.megatron import AdamW, MegatronModel, start_groups
+from gyre.train.padding import Rows, padded_rows
+from gyre.train.shape import read_shape
+from gyre.trajectory.records import Lineage
+
+
+class NotFinite(GyreError):
+    """A loss or a gradient is not a number any more; the sums that it was in are dropped."""
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    loss: LossSection = field(default_factory=LossSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    temperature: float = 1.0
+    """That of sampling: log-probs are taken of the distribution sampled from. 0 (greedy) is read as 1."""
+    micro_batch_tokens: int = 4096
+    """Tokens of one forward, padding included."""
+    threads: int = 1
+
+
+@dataclass
+class _Staged:
+    micro_steps: tuple[MicroStepId, ...]
+    sums: Tensor
+
+
+class Replica:
+    """The replica of the model in `model_dir`. Parameters come with `load`."""
+
+    def __init__(self, model_dir: Path, config: ReplicaConfig) -> None:
+        torch.set_num_threads(config.threads)
+        start_groups()
+        self._config = config
+        self._model = MegatronModel(read_shape(model_dir))
+        self._model.free()
+        self._optimizer: AdamW | None = None
+        self._moments_version = -1
+        self._folder = Path()
+        self._version = -1
+        self._in_memory = False
+        self._own: list[MicroStepId] = []
+        self._staged: dict[str, _Staged] = {}
+        self._merged: set[MicroStepId] = set()
+        self._used_transfers: set[str] = set()
+        self._batch: Tensor | None = None
+
+    @property
+    def version(self) -> int:
+        """The version its parameters and sums are of; -1 before the first `load`."""
+        return self._version
+
+    @property
+    def unshipped(self) -> tuple[MicroStepId, ...]:
+        """The micro-steps in the own sums."""
+        return tuple(self._own)
+
+    @property
+    def layout_hash(self) -> str:
+        return self._model.layout_hash
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def load(self, path: Path, version: int) -> str:
+        """Take the parameters of the snapshot folder `path`; returns the layout hash.
+
+        Own sums are dropped. What was staged or merged is kept when the version is the same: the core may have left
+        training in the middle of a batch and come back to it.
+        """
+        manifest = snapshot.verify(path)
+        if manifest.version != version:
+            raise Refused(f"the snapshot at {path.name} is version {manifest.version}, asked for was {version}")
+        if version != self._version:
+            self.drop()
+        self._version, self._in_memory = -1, False
+        self._model.load(to_megatron(read_hf_weights(path), self._model.shape))
+        self.zero_sums()
+        self._folder, self._version, self._in_memory = path, version, True
+        return self.layout_hash
+
+    def offload(self) -> None:
+        """Give the memory of parameters, own sums and moments back. Staged and merged sums stay."""
+        self._own.clear()
+        self._model.free()
+        self._in_memory = False
+        if self._optimizer is not None:
+            self._optimizer.clear()
+        self._moments_version = -1
+
+    # ------------------------------------------------------------------------------------------ own sums
+
+    def run_micro_step(self, work: MicroStep, lineages: Sequence[Lineage]) -> MicroStepDone:
+        """Add the gradient sum of `work` to the own sums: Σ over its lineages of 1/T_i · Σ over counted tokens of ℓ.
+
+        Bad input changes nothing. When the loss or gradient is not finite the own sums are dropped: NotFinite. Metrics
+        are those of gyre.loss.objectives, `weighted_loss_sum` (summed over the batch and divided by |R|, the batch's
+        loss) and `padded_tokens_count`.
+        """
+        self._require_in_memory()
+        if work.version != self._version:
+            raise Refused(f"{work.micro_step} is for version {work.version}, this replica holds {self._version}")
+        if work.micro_step in self._own:
+            raise Refused(f"{work.micro_step} is in these sums already")
+        shape = self._model.shape
+        started_s = time.monotonic()
+        metrics: dict[str, float] = {}
+        batches = padded_rows(work, lineages, shape.vocab_size, shape.context_tokens, self._config.micro_batch_tokens)
+        try:
+            for rows in batches:
+                for name, value in self._accumulate(rows).items():
+                    metrics[name] = metrics.get(name, 0.0) + value
+            if not torch.isfinite(self._model.grads.sum()):
+                raise NotFinite(f"the gradient of {work.micro_step} is not finite")
+        except BaseException:
+            self.zero_sums()
+            raise
+        self._own.append(work.micro_step)
+        return MicroStepDone(work.micro_step, time.monotonic() - started_s, metrics)
+
+    def sums(self, transfer: str) -> StageSums:
+        """The own sums as they are sent to the core's replica. They stay until `zero_sums`."""
+        self._require_own()
+        data = self._model.grads.cpu().clone().numpy().tobytes()
+        return StageSums(transfer, self.layout_hash, self._version, tuple(self._own), data)
+
+    def keep(self, transfer: str) -> SumsShipped:
+        """Stage the own sums here, as transfer `transfer`, and zero them: the core's own way of shipping."""
+        self._require_own()
+        self._require_new(transfer, self._own)
+        staged = _Staged(tuple(self._own), self._model.grads.cpu().clone())
+        self._staged[transfer] = staged
+        self.zero_sums()
+        return SumsShipped(transfer, staged.micro_steps, staged.sums.numel() * staged.sums.element_size())
+
+    def zero_sums(self) -> None:
+        """Forget the own sums."""
+        self._own.clear()
+        self._model.zero_grads()
+
+    # ------------------------------------------------------------------------------------------ the batch's sums
+
+    def stage(self, sums: StageSums) -> None:
+        """Keep another replica's sums aside until `merge` names them. Raises Refused for what could not be merged."""
+        if sums.version != self._version:
+            raise Refused(f"the sums are of version {sums.version}, this replica holds {self._version}")
+        if sums.layout_hash != self.layout_hash:
+            raise Refused(f"the sums have layout {sums.layout_hash}, this replica has {self.layout_hash}")
+        self._require_new(sums.transfer, sums.micro_steps)
+        size_bytes = self._model.grads.numel() * self._model.grads.element_size()
+        if len(sums.data) != size_bytes:
+            raise Refused(f"the sums have {len(sums.data)} bytes, {size_bytes} are expected")
+        received = torch.frombuffer(bytearray(sums.data), dtype=self._model.grads.dtype)
+        if not torch.isfinite(received.sum()):
+            raise Refused(f"the sums of transfer {sums.transfer} are not finite")
+        self._staged[sums.transfer] = _Staged(sums.micro_steps, received)
+
+    def merge(self, transfer: str) -> None:
+        """Add staged transfer `transfer` to the batch's sums. Raises Refused when not staged, or merged before."""
+        if transfer in self._used_transfers:
+            raise Refused(f"transfer {transfer} was merged before")
+        staged = self._staged.pop(transfer, None)
+        if staged is None:
+            raise Refused(f"transfer {transfer} is not staged here")
+        self._require_unmerged(staged.micro_steps)
+        if self._batch is None:
+            self._batch = staged.sums
+        else:
+            self._batch.add_(staged.sums)
+        self._used_transfers.add(transfer)
+        self._merged.update(staged.micro_steps)
+
+    def drop(self) -> None:
+        """Forget all sums: own, staged and merged."""
+        self._staged.clear()
+        self._merged.clear()
+        self._used_transfers.clear()
+        self._batch = None
+        if self._in_memory:
+            self.zero_sums()
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def step(self, order: OptimizerStep) -> StepDone:
+        """Divide the batch's sums by |R|, clip, step, and write the next snapshot; the replica then holds that version.
+
+        A batch that trained nothing leaves the weights as they are, and its version is written all the same. When the
+        snapshot cannot be written the replica holds nothing and has to `load` again.
+        """
+        self._require_in_memory()
+        if order.version != self._version + 1:
+            raise Refused(f"version {order.version} does not follow {self._version}")
+        if order.scored_runs < 1 and self._merged:
+            raise Refused(f"{order.scored_runs} scored runs cannot have {len(self._merged)} micro-steps")
+        if self._own:
+            raise Refused(f"own sums of {len(self._own)} micro-steps were neither kept nor dropped")
+        micro_steps = len(self._merged)
+        optimizer = self._ready_optimizer()
+        folder = self._folder
+        self._version = self._moments_version = -1
+        norm = self._update(optimizer, order)
+
+        def fill(target: Path) -> None:
+            snapshot.copy_surroundings(folder, target)
+            _save(self._hf_weights(), target / snapshot.MODEL)
+            _save(optimizer.moments(), target / snapshot.OPTIMIZER)
+
+        digest = snapshot.write_snapshot(Path(order.path), order.version, fill)
+        self._folder, self._version, self._moments_version = Path(order.path), order.version, order.version
+        self.drop()
+        return StepDone(order.version, digest, {"grad_norm": norm, "lr": order.lr, "micro_steps": float(micro_steps)})
+
+    # ------------------------------------------------------------------------------------------ private
+
+    def _accumulate(self, rows: Rows) -> dict[str, float]:
+        device, loss = self._model.device, self._config.loss
+        counted, weights = rows.counted.to(device), rows.weights.to(device)
+        logp = self._model.log_probs(rows.token_ids.to(device), self._config.temperature or 1.0)
+        behaviour, advantages = rows.behaviour.to(device), rows.advantages.to(device)
+        losses, metrics = token_losses(loss.kind, logp, behaviour, counted, advantages, loss)
+        weighted = losses.sum(1) @ weights
+        if not torch.isfinite(weighted):
+            raise NotFinite("the loss is not finite")
+        weighted.backward()
+        return metrics | {
+            "weighted_loss_sum": float(weighted.detach()),
+            "padded_tokens_count": float(rows.token_ids.numel()),
+        }
+
+    def _update(self, optimizer: AdamW, order: OptimizerStep) -> float:
+        if self._batch is None:
+            return 0.0
+        grads = self._model.grads
+        grads.copy_(self._batch).div_(order.scored_runs)
+        if not torch.isfinite(grads.sum()):
+            self.drop()
+            raise NotFinite("the gradient of the batch is not finite")
+        return optimizer.step(order.lr)
+
+    def _ready_optimizer(self) -> AdamW:
+        """The optimizer with the moments of the version held: in memory, from its snapshot, or none at version 0."""
+        if self._optimizer is None:
+            self._optimizer = AdamW(self._model, self._config.optimizer)
+        if self._moments_version != self._version:
+            path = self._folder / snapshot.OPTIMIZER
+            if path.is_file():
+                try:
+                    self._optimizer.take(load_file(path))
+                except (KeyError, SafetensorError) as error:
+                    raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} cannot be used ({error})") from error
+            elif self._version == 0:
+                self._optimizer.clear()
+            else:
+                raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} is missing")
+            self._moments_version = self._version
+        return self._optimizer
+
+    def _hf_weights(self) -> dict[str, Tensor]:
+        named = {name: parameter.detach().cpu() for name, parameter in self._model.named.items()}
+        return {name: weight.contiguous().clone() for name, weight in to_hf(named, self._model.shape).items()}
+
+    def _require_in_memory(self) -> None:
+        if not self._in_memory or self._version < 0:
+            raise Refused("no parameters are loaded")
+
+    def _require_own(self) -> None:
+        self._require_in_memory()
+        if not self._own:
+            raise Refused("there are no sums to ship")
+
+    def _require_new(self, transfer: str, micro_steps: Sequence[MicroStepId]) -> None:
+        if transfer in self._staged or transfer in self._used_transfers:
+            raise Refused(f"transfer {transfer} was received before")
+        if not micro_steps:
+            raise Refused(f"transfer {transfer} names no micro-step")
+        self._require_unmerged(micro_steps)
+
+    def _require_unmerged(self, micro_steps: Sequence[MicroStepId]) -> None:
+        twice = self._merged.intersection(micro_steps)
+        if twice:
+            raise Refused(f"{min(twice)} is in the batch's sums already")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        full = f"os error {errno.ENOSPC})" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"{path.name} could not be written ({error})") from error

@@ -1,0 +1,194 @@
+"""The radix structure under the trajectory tree: nodes that are ranges of three flat token arrays.
+
+A node's tokens were sampled all by one call, or by none. Prompts are matched and shared; what was sampled always gets
+a node of its own, so that two equal samples stay two. 12 bytes a token; splitting a node moves none of them. Calls are
+known here only by their number (`maker`); what they mean is the tree's business.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+ROOT = 0
+NOT_SAMPLED = -1
+"""The version of a token that the policy did not sample."""
+
+
+class Match(NamedTuple):
+    """How far tokens are in the radix already: all of `node`, then `kept` tokens of its child `inner` (-1: of none)."""
+
+    node: int
+    inner: int
+    kept: int
+    tokens: int
+    """In all."""
+
+
+class Radix:
+    def __init__(self) -> None:
+        self.ids = array("i")
+        self.logprobs = array("f")
+        self.versions = array("i")
+        # One entry a node. Its tokens are [start, start + length) of the flat arrays.
+        self.parent = array("i", (-1,))
+        self.start = array("i", (0,))
+        self.length = array("i", (0,))
+        self.depth = array("i", (0,))  # tokens from the root to the node's end
+        self.maker = array("i", (-1,))  # the call that brought the tokens
+        self.sampled = array("B", (0,))  # 1: as its output; 0: as part of its prompt
+        self._children: list[dict[int, tuple[int, ...]] | None] = [None]  # by first token; equal samples share one
+
+    # ------------------------------------------------------------------------------------------------ growing
+
+    def match(self, start: int, tokens: array[int], rank: Callable[[int], int]) -> Match:
+        """The longest match of `tokens` below `start`; of equally long ones the one whose last node ranks highest."""
+        best = (0, -1)
+        found = Match(start, -1, 0, 0)
+        stack = [(start, 0)]
+        while stack:
+            node, position = stack.pop()
+            children = self._children[node]
+            if children is None or position == len(tokens):
+                continue
+            for child in children.get(tokens[position], ()):
+                shared = self._shared(child, tokens, position)
+                whole = shared == self.length[child]
+                if whole:
+                    stack.append((child, position + shared))
+                if (reached := (position + shared, rank(child))) > best:
+                    best = reached
+                    found = Match(child, -1, 0, reached[0]) if whole else Match(node, child, shared, reached[0])
+        return found
+
+    def add_prompt(self, parent: int, tokens: array[int], maker: int) -> int:
+        """A new node of prompt tokens under `parent`."""
+        logprobs = array("f", bytes(4 * len(tokens)))
+        return self._extend(parent, tokens, logprobs, array("i", (NOT_SAMPLED,)) * len(tokens), maker, 0)
+
+    def add_output(
+        self, parent: int, tokens: array[int], logprobs: array[float], versions: array[int], maker: int
+    ) -> int:
+        """A new node of sampled tokens under `parent`."""
+        return self._extend(parent, tokens, logprobs, versions, maker, 1)
+
+    def split(self, node: int, kept: int) -> int:
+        """Cut `node` after `kept` tokens; returns the new upper part. The lower keeps its number, and so its calls."""
+        parent, start = self.parent[node], self.start[node]
+        upper = self._append(parent, start, kept, self.maker[node], self.sampled[node])
+        siblings = self._children[parent]
+        assert siblings is not None
+        siblings[self.ids[start]] = tuple(sibling for sibling in siblings[self.ids[start]] if sibling != node)
+        self.parent[node] = upper
+        self.start[node] = start + kept
+        self.length[node] -= kept
+        self._children[upper] = {self.ids[start + kept]: (node,)}
+        return upper
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def children(self, node: int) -> list[int]:
+        return [child for equal in (self._children[node] or {}).values() for child in equal]
+
+    def path(self, node: int, above: int = ROOT) -> list[int]:
+        """The nodes from below `above` down to `node`."""
+        nodes: list[int] = []
+        while node != above:
+            nodes.append(node)
+            node = self.parent[node]
+        return nodes[::-1]
+
+    def gather(self, values: array[Any], nodes: Sequence[int]) -> array[Any]:
+        """The entries of one of the flat arrays along `nodes`."""
+        gathered = array(values.typecode)
+        for node in nodes:
+            start = self.start[node]
+            gathered.extend(values[start : start + self.length[node]])
+        return gathered
+
+    def survey(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+        """From one walk over all tokens: by node, the crc32 of the whole path to its end; and its (entry, exit) order.
+
+        Node a lies on the path to node b when a's interval encloses b's.
+        """
+        crcs = {ROOT: 0}
+        entries: dict[int, int] = {}
+        spans: dict[int, tuple[int, int]] = {}
+        tick = 0
+        stack = [ROOT]
+        while stack:
+            node = stack[-1]
+            if node in entries:
+                spans[stack.pop()] = (entries[node], tick)
+                continue
+            entries[node] = tick
+            tick += 1
+            for child in self.children(node):
+                start = self.start[child]
+                crcs[child] = zlib.crc32(self.ids[start : start + self.length[child]], crcs[node])
+                stack.append(child)
+        return crcs, spans
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the nodes themselves: tokens in no node or in two, depths that do not add up."""
+        nodes = range(1, len(self.parent))
+        covered = 0
+        for node in sorted(nodes, key=lambda node: self.start[node]):
+            if self.start[node] != covered or self.length[node] < 1:
+                yield f"node {node}: its tokens do not follow those of the node before it in memory"
+            covered = self.start[node] + self.length[node]
+        if not covered == len(self.ids) == len(self.logprobs) == len(self.versions):
+            yield f"tree: {len(self.ids)} tokens, of which the nodes hold {covered}"
+        for node in nodes:
+            if self.depth[node] != self.depth[self.parent[node]] + self.length[node]:
+                yield f"node {node}: its depth is not its parent's and its own length"
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _extend(
+        self,
+        parent: int,
+        tokens: array[int],
+        logprobs: array[float],
+        versions: array[int],
+        maker: int,
+        sampled: int,
+    ) -> int:
+        start = len(self.ids)
+        self.ids.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+        return self._append(parent, start, len(tokens), maker, sampled)
+
+    def _append(self, parent: int, start: int, length: int, maker: int, sampled: int) -> int:
+        node = len(self.parent)
+        self.parent.append(parent)
+        self.start.append(start)
+        self.length.append(length)
+        self.depth.append(self.depth[parent] + length)
+        self.maker.append(maker)
+        self.sampled.append(sampled)
+        self._children.append(None)
+        siblings = self._children[parent]
+        if siblings is None:
+            siblings = self._children[parent] = {}
+        first = self.ids[start]
+        siblings[first] = (*siblings.get(first, ()), node)
+        return node
+
+    def _shared(self, node: int, tokens: array[int], position: int) -> int:
+        """How many tokens of `node` equal those at `position`, by halving: equal ranges compare at memory speed."""
+        start = self.start[node]
+        limit = min(self.length[node], len(tokens) - position)
+        if self.ids[start : start + limit] == tokens[position : position + limit]:
+            return limit
+        low, high = 0, limit - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.ids[start + low : start + middle] == tokens[position + low : position + middle]:
+                low = middle
+            else:
+                high = middle - 1
+        return low

@@ -1,0 +1,80 @@
+"""Records in, records out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from gyre.errors import BadInput
+from gyre.ids import CellId, NodeId
+from gyre.store.open import open_store
+from gyre.store.protocol import Put
+from gyre.store.records import CellRoleRecord, CellSpecRecord, Keys, Role, SnapshotRecord
+from gyre.store.typed import TypedStore, put_record
+
+KEYS = Keys("demo")
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[TypedStore]:
+    store = open_store("memory:")
+    yield TypedStore(store)
+    await store.close()
+
+
+async def test_a_record_comes_back_as_it_went_with_its_revisions(store: TypedStore) -> None:
+    assert await store.get(KEYS.snapshot, SnapshotRecord) is None
+    first = await store.put(KEYS.snapshot, SnapshotRecord(0, "a", "/v0"))
+    second = await store.put(KEYS.snapshot, SnapshotRecord(1, "b", "/v1"))
+    found = await store.get(KEYS.snapshot, SnapshotRecord)
+    assert found is not None
+    assert found.record == SnapshotRecord(1, "b", "/v1")
+    assert (found.create_revision, found.mod_revision) == (first, second)
+
+
+async def test_what_is_no_such_record_is_refused(store: TypedStore) -> None:
+    await store.put(KEYS.snapshot, SnapshotRecord(0, "a", "/v0"))
+    with pytest.raises(BadInput, match="CellSpecRecord"):
+        await store.get(KEYS.snapshot, CellSpecRecord)
+    await store.store.txn(puts=[Put(KEYS.snapshot, b"\xc1 no msgpack")])
+    with pytest.raises(BadInput, match="SnapshotRecord"):
+        await store.get(KEYS.snapshot, SnapshotRecord)
+
+
+async def test_records_of_two_classes_under_one_prefix_are_told_apart_by_suffix(store: TypedStore) -> None:
+    cells = [CellId(f"c{n:04d}") for n in range(700)]
+    role = CellRoleRecord(Role.ROLLOUT, Role.ROLLOUT, 1, 7, "", 0)
+    for start in range(0, 700, 50):
+        puts = [
+            put
+            for cell in cells[start : start + 50]
+            for put in (
+                put_record(KEYS.cell_spec(cell), CellSpecRecord(cell, NodeId("n"), False, 4)),
+                put_record(KEYS.cell_role(cell), role),
+            )
+        ]
+        revision = (await store.store.txn(puts=puts)).revision
+    specs = await store.range(f"{KEYS.root}cells/", CellSpecRecord, suffix="/spec")
+    roles = await store.range(f"{KEYS.root}cells/", CellRoleRecord, suffix="/role")
+    assert [item.record.cell for item in specs.items] == cells
+    assert {item.record for item in roles.items} == {role}
+    assert len(roles.items) == 700
+    assert specs.revision == revision
+
+
+async def test_a_watch_tells_records_before_and_after(store: TypedStore) -> None:
+    start = await store.put(KEYS.snapshot, SnapshotRecord(0, "a", "/v0"))
+    await store.put(KEYS.snapshot, SnapshotRecord(1, "b", "/v1"))
+    await store.store.txn(puts=[Put(f"{KEYS.root}other", b"no record")])
+    async with aclosing(store.watch(KEYS.root, SnapshotRecord, start, suffix="snapshot")) as changes:
+        async with asyncio.timeout(20):
+            first, second = await anext(changes), await anext(changes)
+    assert first.now is not None
+    assert second.now is not None
+    assert second.before is not None
+    assert (first.now.record.version, first.before) == (0, None)
+    assert (second.now.record.version, second.before.record.version, second.revision) == (1, 0, start + 1)

@@ -1,0 +1,107 @@
+"""Tiny models in Hugging Face's layout, made from a seed, and lineages for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gyre.ids import RunId
+from gyre.trajectory.records import Lineage, LineageRole
+
+VOCAB = 61
+
+MakeModel = Callable[..., Path]
+MakeLineage = Callable[..., Lineage]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """A model folder of `architecture` with random weights, norms and biases included."""
+
+    def make(architecture: str = "qwen3", seed: int = 0, name: str = "model", **changes: Any) -> Path:
+        import torch
+        from safetensors.torch import save_file
+
+        config: dict[str, Any] = {
+            "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture] + "ForCausalLM"],
+            "model_type": architecture,
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+        }
+        if architecture == "qwen3":
+            config["head_dim"] = 12
+        config |= changes
+        hidden, ffn = config["hidden_size"], config["intermediate_size"]
+        head = config.get("head_dim", hidden // config["num_attention_heads"])
+        queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
+        sizes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (VOCAB, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if not config["tie_word_embeddings"]:
+            sizes["lm_head.weight"] = (VOCAB, hidden)
+        for layer in range(config["num_hidden_layers"]):
+            at = f"model.layers.{layer}."
+            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+                sizes[f"{at}self_attn.{part}_proj.weight"] = (rows, hidden)
+                if architecture == "qwen2":
+                    sizes[f"{at}self_attn.{part}_proj.bias"] = (rows,)
+            sizes[f"{at}self_attn.o_proj.weight"] = (hidden, queries)
+            sizes[f"{at}mlp.gate_proj.weight"] = sizes[f"{at}mlp.up_proj.weight"] = (ffn, hidden)
+            sizes[f"{at}mlp.down_proj.weight"] = (hidden, ffn)
+            sizes[f"{at}input_layernorm.weight"] = sizes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+            if architecture == "qwen3":
+                sizes[f"{at}self_attn.q_norm.weight"] = sizes[f"{at}self_attn.k_norm.weight"] = (head,)
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            key: torch.rand(size, generator=generator) + 0.5
+            if "norm" in key
+            else torch.randn(size, generator=generator) * 0.15
+            for key, size in sizes.items()
+        }
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text("{}")
+        save_file(weights, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_lineage() -> MakeLineage:
+    """A lineage of `tokens` random tokens of which `counted_tokens` were sampled, off-policy by a little."""
+
+    def make(run: str, index: int = 0, tokens: int = 20, counted_tokens: int = 6, seed: int = 0) -> Lineage:
+        dice = random.Random(f"{run} {index} {seed}")
+        counted = [0] * tokens
+        for place in dice.sample(range(1, tokens), counted_tokens):
+            counted[place] = 1
+        return Lineage(
+            run=RunId(run),
+            attempt=1,
+            index=index,
+            role=LineageRole.MAIN,
+            token_ids=array("i", [dice.randrange(VOCAB) for _ in range(tokens)]).tobytes(),
+            counted=array("B", counted).tobytes(),
+            logprobs=array("f", [dice.uniform(-6.0, -2.0) if flag else 0.0 for flag in counted]).tobytes(),
+            versions=array("i", [0 if flag else -1 for flag in counted]).tobytes(),
+        )
+
+    return make

@@ -1,0 +1,520 @@
+"""The replica on real Megatron: sums that add up however work is split, merged once, stepped on as DESIGN §7 says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gyre.actors.messages import LineageWork, MicroStep, OptimizerStep, StageSums, StepDone
+from gyre.config import LossSection, OptimizerSection
+from gyre.errors import BadInput, GyreError, Refused
+from gyre.ids import MicroStepId
+from gyre.train.replica import NotFinite, Replica, ReplicaConfig
+from gyre.train.snapshot import SnapshotTorn, make_first_snapshot, snapshot_path, verify
+from gyre.trajectory.records import Lineage
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+MakeModel = Callable[..., Path]
+MakeLineage = Callable[..., Lineage]
+
+SCORED_RUNS = 7
+OPTIMIZER = OptimizerSection(lr=0.02, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6, clip_grad=1.0)
+"""The rate is so high that float32 weights show the update to many digits, and eps so large that AdamW does not divide
+the rounding of a gradient entry that is all but zero by that entry."""
+LOSS = LossSection(kind="gspo", clip_low=10.0, clip_high=1e6)
+"""With a clip that never binds, so that every token has a gradient."""
+CONFIG = ReplicaConfig(loss=LOSS, optimizer=OPTIMIZER, micro_batch_tokens=64)
+
+
+class Job:
+    """A tiny model, its snapshots, and one batch of lineages as one micro-step each."""
+
+    def __init__(self, model_dir: Path, snapshots_dir: Path, make_lineage: MakeLineage) -> None:
+        self.model_dir = model_dir
+        self.snapshots_dir = snapshots_dir
+        self.first, _ = make_first_snapshot(model_dir, snapshots_dir)
+        sizes = [("a", 0, 31, 9), ("a", 1, 12, 3), ("b", 0, 20, 6), ("c", 0, 90, 30), ("d", 0, 9, 1), ("e", 0, 25, 8)]
+        run_tokens = {"a": 12, "b": 6, "c": 30, "d": 1, "e": 8}
+        advantages = {"a": 1.0, "b": -0.5, "c": 0.25, "d": -1.0, "e": 0.7}
+        self.lineages = [make_lineage(run, index, tokens, counted) for run, index, tokens, counted in sizes]
+        self.works = [
+            LineageWork(made.run, 1, made.index, advantages[made.run], run_tokens[made.run]) for made in self.lineages
+        ]
+
+    def replica(self, config: ReplicaConfig = CONFIG, path: Path | None = None, version: int = 0) -> Replica:
+        made = Replica(self.model_dir, config)
+        made.load(path or self.first, version)
+        return made
+
+    def micro_step(self, *places: int, version: int = 0, name: str = "") -> MicroStep:
+        micro_step = MicroStepId(name or "m" + "".join(map(str, places)))
+        return MicroStep(micro_step, version + 1, version, tuple(self.works[place] for place in places), 0)
+
+    def run(self, replica: Replica, *places: int, version: int = 0) -> dict[str, float]:
+        return replica.run_micro_step(self.micro_step(*places, version=version), self.lineages).metrics
+
+    def order(self, version: int = 1, folder: str = "") -> OptimizerStep:
+        path = self.snapshots_dir / folder / f"v{version:08d}" if folder else snapshot_path(self.snapshots_dir, version)
+        return OptimizerStep(version, version, SCORED_RUNS, OPTIMIZER.lr, str(path))
+
+    def whole_step(self, replica: Replica, version: int = 1, folder: str = "") -> StepDone:
+        """One batch of everything, by one replica alone."""
+        self.run(replica, *range(len(self.works)), version=version - 1)
+        replica.keep(f"whole-{version}")
+        replica.merge(f"whole-{version}")
+        return replica.step(self.order(version, folder))
+
+    def weights(self, version: int, folder: str = "") -> dict[str, torch.Tensor]:
+        return load_file(Path(self.order(version, folder).path) / "model.safetensors")
+
+    def update(self, version: int, folder: str = "") -> torch.Tensor:
+        """What the step changed, flat."""
+        before = load_file(self.first / "model.safetensors")
+        after = self.weights(version, folder)
+        return torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)])
+
+
+@pytest.fixture
+def job(tmp_path: Path, make_model: MakeModel, make_lineage: MakeLineage) -> Job:
+    return Job(make_model(), tmp_path / "snapshots", make_lineage)
+
+
+def ship(source: Replica, target: Replica, transfer: str) -> None:
+    target.stage(source.sums(transfer))
+    source.zero_sums()
+    target.merge(transfer)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# ------------------------------------------------------------------------------------------------ the update
+
+
+def test_a_step_is_adamw_on_the_loss_of_the_design(job: Job) -> None:
+    """Against transformers, torch's own AdamW and the loss written out, one lineage at a time."""
+    from transformers import AutoModelForCausalLM
+
+    done = job.whole_step(job.replica())
+
+    model = AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=torch.float32)
+    loss = torch.zeros(())
+    for work, lineage in zip(job.works, job.lineages, strict=True):
+        ids, counted, behaviour, _ = (torch.tensor(list(values)) for values in lineage.arrays())
+        logits = model(input_ids=ids[None].long()).logits[0, :-1]
+        logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None].long())[:, 0]
+        mask = counted[1:] == 1
+        ratio = (logp - behaviour[1:])[mask].mean().exp().detach()
+        token_ratios = ratio * (logp - logp.detach()).exp()
+        losses = -token_ratios * work.advantage
+        loss = loss + losses[mask].sum() / work.run_counted_tokens
+    (loss / SCORED_RUNS).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+    assert done.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": OPTIMIZER.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps).step()
+
+    before = load_file(job.first / "model.safetensors")
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)])
+    assert relative(job.update(1), expected) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_splitting_a_batch_over_one_replica_or_two_in_any_order_gives_the_same_update(job: Job, seed: int) -> None:
+    whole = job.whole_step(job.replica(), folder="whole")
+    expected = job.update(1, "whole")
+
+    dice = random.Random(seed)
+    core, satellite = job.replica(), job.replica(dataclasses.replace(CONFIG, micro_batch_tokens=dice.choice([9, 500])))
+    places = list(range(len(job.works)))
+    dice.shuffle(places)
+    transfers = itertools.count()
+    for place in places:
+        replica = dice.choice([core, satellite])
+        job.run(replica, place)
+        if dice.random() < 0.4:
+            if replica is satellite:
+                ship(satellite, core, f"t{next(transfers)}")
+            else:
+                name = f"t{next(transfers)}"
+                core.keep(name)
+                core.merge(name)
+    for replica in (core, satellite):
+        if replica.unshipped and replica is satellite:
+            ship(satellite, core, "last")
+        elif replica.unshipped:
+            core.keep("own")
+            core.merge("own")
+    done = core.step(job.order())
+    assert done.metrics["micro_steps"] == len(places)
+    assert done.metrics["grad_norm"] == pytest.approx(whole.metrics["grad_norm"], rel=1e-5)
+    assert relative(job.update(1), expected) < 1e-5
+
+
+def test_the_sums_of_parts_add_up_to_the_sums_of_the_whole(job: Job) -> None:
+    replica = job.replica()
+
+    def flat(*groups: Sequence[int]) -> torch.Tensor:
+        replica.zero_sums()
+        for places in groups:
+            job.run(replica, *places)
+        return torch.frombuffer(bytearray(replica.sums("t").data), dtype=torch.float32)
+
+    whole = flat(range(6))
+    assert relative(flat([5, 4, 3], [2], [0], [1]), whole) < 1e-5
+    assert relative(flat([3], [1, 0, 2, 4, 5]), whole) < 1e-5
+    assert relative(flat(range(5)), whole) > 1e-3, "and the test can fail"
+
+
+def test_metrics_add_up_over_micro_steps(job: Job) -> None:
+    replica = job.replica()
+    whole = job.run(replica, *range(6))
+    parts = [job.run(replica, place) for place in range(6)]
+    for name in ("token_count", "lineage_count", "loss_sum", "weighted_loss_sum", "kl_sum"):
+        assert sum(part[name] for part in parts) == pytest.approx(whole[name], rel=1e-4), name
+    assert whole["token_count"] == 57
+    assert all(name.endswith(("_sum", "_count")) for name in whole)
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from(job: Job) -> None:
+    flat = {}
+    for temperature in (0.0, 1.0, 2.0):
+        replica = job.replica(dataclasses.replace(CONFIG, temperature=temperature))
+        flat[temperature] = job.run(replica, 0)["kl_sum"]
+    assert flat[0.0] == flat[1.0] != flat[2.0]
+
+
+# ------------------------------------------------------------------------------------------------ snapshots
+
+
+def test_a_step_publishes_a_whole_snapshot_that_the_next_replica_loads(job: Job) -> None:
+    replica = job.replica()
+    done = job.whole_step(replica)
+    path = snapshot_path(job.snapshots_dir, 1)
+    assert verify(path, done.digest).version == done.version == replica.version == 1
+    names = {file.name for file in path.iterdir()}
+    assert names == {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "manifest.json"}
+    assert job.weights(1).keys() == load_file(job.first / "model.safetensors").keys()
+    assert job.replica(path=path, version=1).version == 1
+
+
+def test_a_replica_that_reloads_goes_on_as_if_it_had_never_stopped(job: Job) -> None:
+    """By itself after an offload, and as another process does: the moments come from the snapshot."""
+    uninterrupted = job.replica()
+    for version in (1, 2, 3):
+        job.whole_step(uninterrupted, version, folder="a")
+    expected = job.update(3, "a")
+
+    replica = job.replica()
+    job.whole_step(replica, 1)
+    job.whole_step(replica, 2)
+    replica.offload()
+    replica.load(snapshot_path(job.snapshots_dir, 2), 2)
+    job.whole_step(replica, 3)
+    assert torch.equal(job.update(3), expected)
+
+    promoted = job.replica(path=snapshot_path(job.snapshots_dir, 2), version=2)
+    job.whole_step(promoted, 3)
+    assert torch.equal(job.update(3), expected)
+
+
+def test_moments_matter_and_are_never_made_up(job: Job) -> None:
+    replica = job.replica()
+    job.whole_step(replica)
+    path = snapshot_path(job.snapshots_dir, 1)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(SnapshotTorn, match="optimizer"):
+        job.replica(path=path, version=1)
+    (path / "manifest.json").write_text(
+        '{"format": 1, "version": 1, "files": {}}'  # a whole snapshot, of weights alone
+    )
+    alone = job.replica(path=path, version=1)
+    job.run(alone, 0, version=1)
+    alone.keep("t")
+    alone.merge("t")
+    with pytest.raises(SnapshotTorn, match="optimizer"):
+        alone.step(job.order(2))
+
+
+def test_a_batch_that_trained_nothing_publishes_the_same_weights(job: Job) -> None:
+    replica = job.replica()
+    job.whole_step(replica)
+    done = replica.step(job.order(2))
+    assert done.metrics["grad_norm"] == 0.0
+    before, after = job.weights(1), job.weights(2)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_snapshot_that_cannot_be_written_is_no_step_and_the_step_can_be_taken_again(job: Job) -> None:
+    replica = job.replica()
+    job.run(replica, *range(6))
+    replica.keep("t")
+    replica.merge("t")
+    order = job.order()
+    blocked = job.snapshots_dir / "file"
+    blocked.write_text("no folder can be made here")
+    with pytest.raises(OSError, match="file"):
+        replica.step(dataclasses.replace(order, path=str(blocked / "v00000001")))
+    with pytest.raises(Refused, match="loaded"):
+        replica.step(order)
+    replica.load(job.first, 0)
+    job.whole_step(replica)
+    taken_again = job.update(1)
+    job.whole_step(job.replica(), folder="other")
+    assert torch.equal(taken_again, job.update(1, "other"))
+
+
+def test_a_torn_snapshot_is_not_loaded(job: Job) -> None:
+    replica = job.replica()
+    job.whole_step(replica)
+    path = snapshot_path(job.snapshots_dir, 1)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(SnapshotTorn, match=r"model\.safetensors"):
+        job.replica(path=path, version=1)
+    with pytest.raises(Refused, match="version 0"):
+        replica.load(job.first, 1)
+
+
+# ------------------------------------------------------------------------------------------------ exactly once
+
+
+def test_a_transfer_is_merged_once(job: Job) -> None:
+    core, satellite = job.replica(), job.replica()
+    job.run(satellite, 0)
+    sums = satellite.sums("t")
+    core.stage(sums)
+    with pytest.raises(Refused, match="received before"):
+        core.stage(sums)
+    core.merge("t")
+    with pytest.raises(Refused, match="merged before"):
+        core.merge("t")
+    with pytest.raises(Refused, match="received before"):
+        core.stage(sums)
+    with pytest.raises(Refused, match="not staged"):
+        core.merge("u")
+
+
+def test_a_micro_step_is_merged_once_whichever_transfers_bring_it(job: Job) -> None:
+    core, satellite = job.replica(), job.replica()
+    job.run(core, 0)
+    job.run(satellite, 0)
+    core.stage(satellite.sums("t"))
+    core.keep("own")
+    core.merge("own")
+    with pytest.raises(Refused, match="already"):
+        core.merge("t")
+    with pytest.raises(Refused, match="already"):
+        core.stage(dataclasses.replace(satellite.sums("u")))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 1}, "version"),
+        ({"layout_hash": "another"}, "layout"),
+        ({"data": b"\0" * 8}, "bytes"),
+        ({"micro_steps": ()}, "no micro-step"),
+        ({"data": array("f", [float("nan")])}, "finite"),
+    ],
+)
+def test_sums_that_do_not_fit_are_refused(job: Job, change: dict[str, object], reason: str) -> None:
+    core, satellite = job.replica(), job.replica()
+    job.run(satellite, 0)
+    sums = satellite.sums("t")
+    if reason == "finite":
+        change = {"data": array("f", [float("nan")]).tobytes() + sums.data[4:]}
+    with pytest.raises(Refused, match=reason):
+        core.stage(dataclasses.replace(sums, **change))  # pyright: ignore[reportArgumentType]
+
+
+def test_replicas_of_different_models_have_different_layouts(job: Job, make_model: MakeModel) -> None:
+    other = Replica(make_model(intermediate_size=40, name="other"), CONFIG)
+    assert other.layout_hash != job.replica().layout_hash == job.replica().layout_hash
+
+
+def test_a_satellite_that_never_ships_changes_nothing(job: Job) -> None:
+    core, lost = job.replica(), job.replica()
+    job.run(lost, 0, 1)
+    core.stage(lost.sums("never merged"))
+    job.run(lost, 2)
+    job.whole_step(core)
+    job.whole_step(job.replica(), folder="alone")
+    assert torch.equal(job.update(1), job.update(1, "alone"))
+
+
+def test_sums_that_were_merged_outlive_an_offload_of_the_core(job: Job) -> None:
+    core = job.replica()
+    job.run(core, 0, 1, 2)
+    core.keep("first")
+    core.merge("first")
+    job.run(core, 3)
+    core.offload()
+    core.load(job.first, 0)
+    with pytest.raises(Refused, match="no sums"):
+        core.keep("what was not kept is gone")
+    job.run(core, 3, 4, 5)
+    core.keep("second")
+    core.merge("second")
+    core.step(job.order())
+    job.whole_step(job.replica(), folder="whole")
+    assert relative(job.update(1), job.update(1, "whole")) < 1e-5
+
+
+def test_sums_can_be_received_while_the_core_is_offloaded(job: Job) -> None:
+    core, satellite = job.replica(), job.replica()
+    core.offload()
+    job.run(satellite, *range(6))
+    ship(satellite, core, "t")
+    with pytest.raises(Refused, match="loaded"):
+        core.step(job.order())
+    core.load(job.first, 0)
+    core.step(job.order())
+    job.whole_step(job.replica(), folder="whole")
+    assert torch.equal(job.update(1), job.update(1, "whole"))
+
+
+def test_nothing_of_one_version_is_left_in_the_next(job: Job) -> None:
+    core, satellite = job.replica(), job.replica()
+    job.run(satellite, 0)
+    late = satellite.sums("late")
+    job.run(core, 1)
+    core.keep("kept")
+    job.whole_step(job.replica())
+    core.load(snapshot_path(job.snapshots_dir, 1), 1)
+    with pytest.raises(Refused, match="not staged"):
+        core.merge("kept")
+    with pytest.raises(Refused, match="version"):
+        core.stage(late)
+    with pytest.raises(Refused, match="version 0"):
+        job.run(core, 0, version=0)
+
+
+def test_offloading_gives_the_memory_back(job: Job) -> None:
+    replica = job.replica()
+    model = replica._model
+    job.whole_step(replica)
+    assert model.params.untyped_storage().nbytes() > 0
+    replica.offload()
+    assert model.params.untyped_storage().nbytes() == model.grads.untyped_storage().nbytes() == 0
+    for attempt in (lambda: job.run(replica, 0, version=1), lambda: replica.sums("t"), lambda: replica.keep("t")):
+        with pytest.raises(Refused, match="loaded"):
+            attempt()
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_step_out_of_order_is_refused(job: Job) -> None:
+    replica = job.replica()
+    job.run(replica, 0)
+    with pytest.raises(Refused, match="neither kept nor dropped"):
+        replica.step(job.order())
+    replica.keep("t")
+    replica.merge("t")
+    with pytest.raises(Refused, match="follow"):
+        replica.step(job.order(2))
+    with pytest.raises(Refused, match="scored runs"):
+        replica.step(dataclasses.replace(job.order(), scored_runs=0))
+    replica.step(job.order())
+    with pytest.raises(Refused, match="follow"):
+        replica.step(job.order())
+
+
+def test_dropping_begins_the_batch_again(job: Job) -> None:
+    replica = job.replica()
+    job.run(replica, 0)
+    replica.keep("t")
+    replica.merge("t")
+    job.run(replica, 1)
+    replica.drop()
+    job.whole_step(replica)
+    job.whole_step(job.replica(), folder="fresh")
+    assert torch.equal(job.update(1), job.update(1, "fresh"))
+
+
+def test_the_same_micro_step_twice_is_refused(job: Job) -> None:
+    replica = job.replica()
+    job.run(replica, 0)
+    with pytest.raises(Refused, match="already"):
+        job.run(replica, 0)
+
+
+def test_work_before_the_first_load_is_refused(job: Job) -> None:
+    replica = Replica(job.model_dir, CONFIG)
+    with pytest.raises(Refused, match="loaded"):
+        job.run(replica, 0)
+    with pytest.raises(Refused, match="version"):
+        replica.stage(StageSums("t", replica.layout_hash, 0, (MicroStepId("m"),), b""))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"token_ids": array("i", [1] * 30).tobytes()}, "lengths"),
+        ({"token_ids": array("i", [1] * 30 + [61]).tobytes()}, "token ids"),
+        ({"token_ids": array("i", [1] * 30 + [-1]).tobytes()}, "token ids"),
+        ({"counted": array("B", [0] * 31).tobytes()}, "counted tokens"),
+        ({"counted": array("B", [0] + [1] * 30).tobytes()}, "counted tokens"),
+        ({"counted": array("B", [1] * 5 + [0] * 26).tobytes()}, r"counted\[0\]"),
+        ({"logprobs": array("f", [float("nan")] * 31).tobytes()}, "logprobs"),
+        ({"logprobs": array("f", [float("-inf")] * 31).tobytes()}, "logprobs"),
+        ({"attempt": 2}, "lineages"),
+        (
+            {
+                "token_ids": array("i", [1] * 129).tobytes(),
+                "counted": array("B", [0] * 128 + [1]).tobytes(),
+                "logprobs": array("f", [-1.0] * 129).tobytes(),
+            },
+            "tokens",
+        ),
+    ],
+)
+def test_a_lineage_that_cannot_be_trained_is_refused_and_changes_nothing(
+    job: Job, change: dict[str, object], named: str
+) -> None:
+    replica = job.replica()
+    job.run(replica, 1)
+    before = replica.sums("t")
+    bad = dataclasses.replace(job.lineages[0], **change)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadInput, match=named):
+        replica.run_micro_step(job.micro_step(2, 0), [bad, *job.lineages[1:]])
+    assert replica.sums("t") == before
+
+
+def test_a_loss_that_is_no_number_drops_the_sums_it_was_in(job: Job) -> None:
+    replica = job.replica()
+    job.run(replica, 1)
+    work = job.micro_step(0)
+    work = dataclasses.replace(work, lineages=(dataclasses.replace(work.lineages[0], advantage=float("inf")),))
+    with pytest.raises(NotFinite):
+        replica.run_micro_step(work, job.lineages)
+    with pytest.raises(Refused, match="no sums"):
+        replica.sums("t")
+    assert issubclass(NotFinite, GyreError)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "grpo", "dapo", "cispo"])
+def test_every_loss_trains(job: Job, kind: str) -> None:
+    loss = LossSection.model_validate({"kind": kind, "clip_low": 0.9, "clip_high": 1e3, "truncate_is": 2.0})
+    done = job.whole_step(job.replica(dataclasses.replace(CONFIG, loss=loss)))
+    assert done.metrics["grad_norm"] > 0
+    assert float(job.update(1).abs().max()) > 0
