@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable
 
 from gyre.actors.messages import (
@@ -53,7 +52,7 @@ class Claims:
         self._leaving = asyncio.Event()
         self._held = 0
         self._failures = 0
-        self._metrics: Counter[str] = Counter()
+        self._metrics: dict[str, float] = {}
 
     def leave(self) -> None:
         """Claim no more; what runs is finished."""
@@ -85,8 +84,8 @@ class Claims:
         else:
             self._held += 1
             self._failures = 0
-            self._metrics.update(done.metrics)
-            self._metrics.update({"seconds_sum": done.seconds, "tokens_count": float(work.tokens)})
+            sums = {**done.metrics, "seconds_sum": done.seconds, "tokens_count": float(work.tokens)}
+            self._metrics = {name: self._metrics.get(name, 0.0) + value for name, value in sums.items()}
         finally:
             self._on_busy(False)
 
@@ -108,7 +107,7 @@ class Claims:
             return
         transfer = f"{self._cell}-{secrets.token_hex(6)}"
         core = "" if self._cell == self._site.core_cell else self._site.child_address(f"replica-{self._site.core_cell}")
-        metrics, self._metrics, self._held = dict(self._metrics), Counter(), 0
+        metrics, self._metrics, self._held = self._metrics, {}, 0
         try:
             shipped = await self._replica.ask(ShipSums(core, transfer), SHIP_S, SumsShipped)
         except Unavailable:

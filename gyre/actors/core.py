@@ -41,6 +41,7 @@ from gyre.actors.messages import (
     Progressed,
     StepDone,
     SumsStaged,
+    WhoLeads,
 )
 from gyre.actors.remote import RemoteRef, connect
 from gyre.actors.runtime import Actor, handles
@@ -136,7 +137,7 @@ class CoreActor(Actor):
         await self._begin(snapshot)
         self.task(self._watch_groups())
         self.after(1.0, _Expire())
-        site.scheduler.tell(Progressed())
+        site.scheduler.tell(WhoLeads())
 
     async def post_stop(self) -> None:
         if self._replica is not None:

@@ -179,6 +179,8 @@ class GatewayActor(Actor):
         self._routes[message.route.cell] = message.route
         async with self._telling:
             await self._ask(SetRoutes(self._version, tuple(self._routes.values())), ASK_S, Ok)
+        if message.route.accepting:
+            self._site.serving.set()
         return Ok()
 
     @handles(Authority, concurrent=True)

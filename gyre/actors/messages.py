@@ -407,6 +407,12 @@ class Lead:
     token: int
 
 
+@record("who_leads")
+@dataclass(frozen=True)
+class WhoLeads:
+    """A core actor that has just begun, to the scheduler, which tells it Lead."""
+
+
 @record("claim_micro_step")
 @dataclass(frozen=True)
 class ClaimMicroStep:

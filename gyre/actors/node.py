@@ -205,10 +205,9 @@ class NodeActor(Actor):
         self._reason = ""
 
     async def pre_start(self) -> None:
-        self.task(self._warm())
         for mirror in (self._groups, self._steps, self._switches):
             self.task(mirror.follow(lambda: None))
-        self.task(self._runs.follow(self._start_runs))
+        self.task(self._follow_runs())
         self.task(self._job.follow(self._check_job))
         self.task(self._poll_gateway())
 
@@ -219,6 +218,12 @@ class NodeActor(Actor):
             self._site.say(f"the harness could not be made ready: {error}")
 
     # ------------------------------------------------------------------------------------------ runs
+
+    async def _follow_runs(self) -> None:
+        """From the moment that the node can serve: a run's limit is for the run, not for our start."""
+        await self._warm()
+        await self._site.serving.wait()
+        await self._runs.follow(self._start_runs)
 
     def _start_runs(self) -> None:
         """Start what is queued for this node, in launch order, while there is room; go on with what was live."""

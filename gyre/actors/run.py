@@ -228,9 +228,9 @@ class RunActor(Actor):
 
 def _ending(exit_: HarnessExit, ticket: _Ticket, limit_s: float, ended_s: float, *, timed_out: bool) -> HarnessEnd:
     if exit_.failure:
-        return HarnessEnd(HarnessEnding.LOST, None, exit_.failure)
+        return HarnessEnd(HarnessEnding.LOST, None, exit_.failure.removeprefix("the harness "))
     if timed_out:
-        return HarnessEnd(HarnessEnding.TIMED_OUT, None, f"ended at its limit of {limit_s:g} s")
+        return HarnessEnd(HarnessEnding.TIMED_OUT, None, f"was ended at its limit of {limit_s:g} s")
     return harness_end(
         started_s=ticket.deadline_unix_s - limit_s,
         ended_s=min(ended_s, ticket.deadline_unix_s - 1e-3),

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from gyre.actors.messages import GetProgress, JobFailed, Lead, Progress, Progressed
+from gyre.actors.messages import GetProgress, JobFailed, Lead, Progress, Progressed, WhoLeads
 from gyre.actors.mirror import Mirror
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
@@ -141,6 +141,11 @@ class SchedulerActor(Actor):
                 self.task(mirror.follow(self._wake))
         if "core" in self._site.refs:
             self._site.core.tell(Lead(message.token))
+
+    @handles(WhoLeads)
+    async def on_who_leads(self, _: WhoLeads) -> None:
+        self._site.core.tell(Lead(self._token))
+        await self._decide()
 
     @handles(_Deposed)
     async def on_deposed(self, message: _Deposed) -> None:

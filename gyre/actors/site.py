@@ -6,6 +6,7 @@ live view shows; the same lines go to the log.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -60,6 +61,8 @@ class Site:
         log.info("%s", line)
         self.events.append(f"{time.strftime('%H:%M:%S')} {line}")
 
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an engine has been open to the gateway: from then on a run's clock may start."""
     stopping: bool = False
     """The job was told to end: what ends from now on ends because of that."""
     gateway_status: GatewayStatus | None = None

@@ -130,8 +130,8 @@ async def _execute(spec: keeper.Spec, limit_s: float) -> Said:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
             await asyncio.to_thread(keeper.end_marked, spec.name)
+            await process.wait()  # it waits for the pipes too, that is for everybody who holds them
     return Said(output.result(), errors.result())
 
 

@@ -32,6 +32,8 @@ MARK = "GYRE_RUN"
 _OPEN_FILES = 65536
 _FILE_BYTES = 8 << 30
 _OOM_SCORE = "500"
+_KILL_S = 10.0
+"""For the kernel to end what was sent SIGKILL."""
 _WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 
@@ -250,6 +252,8 @@ def _ended_child() -> tuple[int, int]:
 
 def _become_harness(spec: Spec, body: Callable[[], int], report: int) -> NoReturn:
     code = SETUP_FAILED
+    report = os.dup2(report, 3, inheritable=False)
+    os.closerange(4, 1 << 20)
     try:
         os.setsid()
         namespaces.no_new_privileges()
@@ -259,11 +263,9 @@ def _become_harness(spec: Spec, body: Callable[[], int], report: int) -> NoRetur
         for number in _WATCHED:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        os.dup2(report, 3, inheritable=False)
-        os.closerange(4, 1 << 20)
         code = body()
     except OSError as error:
-        _tell(3, End(error=str(error)))
+        _tell(report, End(error=str(error)))
     finally:
         os._exit(code)
 
@@ -289,20 +291,31 @@ def _limit_resources() -> None:
         resource.setrlimit(kind, (allowed, allowed))
 
 
-def end_marked(name: str) -> int:
-    """Kill every process whose environment says that it belongs to the run `name`; how many there were."""
-    mark = f"{MARK}={name}".encode()
-    found = 0
+def end_marked(name: str) -> None:
+    """Kill every process whose environment says that it belongs to the run `name`, until there is none.
+
+    For a run that had no PID namespace, when its keeper is gone.
+    """
+    deadline_s = time.monotonic() + _KILL_S
+    while (marked := _marked(f"{MARK}={name}".encode())) and time.monotonic() < deadline_s:
+        for pid in marked:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.001)
+
+
+def _marked(mark: bytes) -> list[int]:
+    found: list[int] = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
-                    os.kill(int(entry), signal.SIGKILL)
-                    found += 1
-        except OSError:  # it is gone, or another user's
-            continue
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    if mark in file.read().split(b"\0"):
+                        found.append(int(entry))
+            except OSError:  # it is gone, or another user's
+                continue
     return found
 
 

@@ -22,6 +22,7 @@ from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.dialects.openai_chat import OpenAIChat
 from gyre.proxy.faults import Fault, FaultKind, bad_request
 from gyre.proxy.live_run import LiveRun, ModelRequest
+from gyre.proxy.metering import CONTENT_TYPE
 from gyre.proxy.session import Call
 
 WRITE_S = 300.0
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 class Door(Protocol):
     def admit(self, run: str, key: str) -> LiveRun: ...
+
+    def metrics(self) -> bytes: ...
 
 
 class Front:
@@ -49,6 +52,7 @@ class Front:
         """Listen; returns the port."""
         app = web.Application(client_max_size=self._request_bytes)
         app.router.add_route("*", "/run/{run}/{key}/{path:.*}", self._serve)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -100,6 +104,9 @@ class Front:
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
         status, body = self._openai.fault(Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…"))
         return web.json_response(body, status=status)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._door.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _hello(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
         return web.Response(text="")

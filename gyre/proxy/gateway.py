@@ -41,6 +41,7 @@ from gyre.proxy.front import Front
 from gyre.proxy.generation import MOVE_S, Generation
 from gyre.proxy.journal_writer import JournalWriter, read_journal
 from gyre.proxy.live_run import Limits, LiveRun
+from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
 from gyre.proxy.sampling import Cached
 from gyre.proxy.session import Session, opened_record
@@ -84,6 +85,7 @@ class Gateway:
         self._dialects: dict[str, Dialect] = {self._openai.name: self._openai, self._anthropic.name: self._anthropic}
         self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
         self._engines = Engines(config.wait_s)
+        self._metering = Metering()
         self._runs: dict[RunId, LiveRun] = {}
         self._closed_keys: OrderedDict[RunId, str] = OrderedDict()
         self._closing: dict[RunId, asyncio.Lock] = {}
@@ -249,10 +251,14 @@ class Gateway:
             raise Fault(FaultKind.CLOSED, "the run is closed")
         return live
 
+    def metrics(self) -> bytes:
+        """In Prometheus's text format."""
+        return self._metering.render(self.status())
+
     # ------------------------------------------------------------------------------------------ private
 
     def _live(self, session: Session, journal: JournalWriter) -> LiveRun:
-        return LiveRun(session, journal, self._engines, self._rendering, self._limits)
+        return LiveRun(session, journal, self._engines, self._rendering, self._limits, self._metering)
 
     def _folder(self, run: RunId, attempt: int) -> Path:
         return self._open_dir / run / f"{attempt}"

@@ -22,6 +22,7 @@ from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.generation import Generation
 from gyre.proxy.journal_writer import JournalWriter
+from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
 from gyre.proxy.sampling import Sampling, Stretch
 from gyre.proxy.session import Call, Session
@@ -55,6 +56,7 @@ class _Work:
 
     call: Call
     generation: Generation
+    began_s: float
     done: asyncio.Event = field(default_factory=asyncio.Event)
     fault: Fault | None = None
     waiters: int = 0
@@ -63,9 +65,16 @@ class _Work:
 
 class LiveRun:
     def __init__(
-        self, session: Session, journal: JournalWriter, engines: Engines, rendering: Rendering, limits: Limits
+        self,
+        session: Session,
+        journal: JournalWriter,
+        engines: Engines,
+        rendering: Rendering,
+        limits: Limits,
+        metering: Metering,
     ) -> None:
         self.session = session
+        self._metering = metering
         self._journal = journal
         self._engines = engines
         self._rendering = rendering
@@ -162,7 +171,7 @@ class LiveRun:
         """Wait until the call has ended; the last to stop waiting stops the sampling."""
         work = self._work.get(call.id)
         if work is None:
-            work = self._work[call.id] = _Work(call, self._generation(call))
+            work = self._work[call.id] = _Work(call, self._generation(call), time.monotonic())
         work.waiters += 1
         try:
             if work.task is not None and work.task.cancelling():
@@ -183,19 +192,31 @@ class LiveRun:
         call = work.call
         try:
             await work.generation.sample(self._limits.wait_s)
-            self._append([self.session.end(call, work.generation.ending())])
+            generation = work.generation
+            self._append([self.session.end(call, generation.ending())])
+            self._metering.ended(
+                call.dialect,
+                generation.ending(),
+                time.monotonic() - work.began_s,
+                len(generation.prompt),
+                len(generation.output),
+            )
         except Fault as fault:
             work.fault = work.fault or fault
             if fault.kind is FaultKind.UNAVAILABLE:
-                self.session.fail(call)
+                self._failed(call)
         except StorageFull as error:
             work.fault = self.stop(str(error))
         except Exception:
             _log.exception("call %s failed", call.id)
             work.fault = Fault(FaultKind.UNAVAILABLE, "the gateway failed on this call; its log says why")
-            self.session.fail(call)
+            self._failed(call)
         self._work.pop(call.id, None)
         work.done.set()
+
+    def _failed(self, call: Call) -> None:
+        self.session.fail(call)
+        self._metering.failed(call.dialect)
 
     def _generation(self, call: Call) -> Generation:
         opened = self.session.opened

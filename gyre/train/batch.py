@@ -7,7 +7,7 @@ change the update: a lineage's share of the loss is `advantage`, `1 / run_counte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gyre.actors.messages import LineageWork, MicroStep
@@ -137,26 +137,6 @@ def learning_rate(optimizer: OptimizerSection, step: int) -> float:
     if step >= optimizer.warmup_steps:
         return optimizer.lr
     return optimizer.lr * step / optimizer.warmup_steps
-
-
-def batch_metrics(micro_steps: Iterable[Mapping[str, float]], scored_runs: int) -> dict[str, float]:
-    """What a step's record says of its batch, from the metric sums of the micro-steps that are merged.
-
-    `loss` is that of DESIGN §7; the others are means over counted tokens. `ratio_deviation` and `logp_gap` show how far
-    the trainer's log-probs are from those that the engine sampled with.
-    """
-    sums: dict[str, float] = {}
-    for metrics in micro_steps:
-        for name, value in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value
-    tokens = max(sums.get("token_count", 0.0), 1.0)
-    return {
-        "loss": sums.get("weighted_loss_sum", 0.0) / max(scored_runs, 1),
-        "clip_fraction": sums.get("clipped_count", 0.0) / tokens,
-        "kl": sums.get("kl_sum", 0.0) / tokens,
-        "ratio_deviation": sums.get("ratio_deviation_sum", 0.0) / tokens,
-        "logp_gap": sums.get("logp_gap_sum", 0.0) / tokens,
-    }
 
 
 def _counted(lineages: Iterable[LineageInfo]) -> int:

@@ -1,9 +1,10 @@
 """The journal's format: what a gateway writes down of a run so that its tree survives any death of the process.
 
 A run's journal is a sequence of segments. A segment is `SEGMENT_HEADER`, then frames; a frame is the payload's length
-(u32), its xxh3-64 (u64), and the payload, one record packed with its name; integers are little-endian. The gateway appends `encode(record)`; after a crash it calls `read` on each segment, keeps the
-records, and truncates the last segment to `good_bytes`, which cuts off a torn last frame. Nothing before a damaged
-byte is lost, and nothing damaged is ever returned.
+(u32), its xxh3-64 (u64), and the payload, one record packed with its name; integers are little-endian. The gateway
+appends `encode(record)`; after a crash it calls `read` on each segment, keeps the records, and truncates the last
+segment to `good_bytes`, which cuts off a torn last frame. Nothing before a damaged byte is lost, and nothing damaged
+is ever returned.
 
 A call's life, in order: `CallStarted` (before the engine is asked), one `CallSampled` a stretch of tokens (a call that
 was stopped on one engine and continued on another has several), `CallEnded` (before the answer is complete at the

@@ -109,6 +109,7 @@ class SleepBeside:
 @dataclass(frozen=True)
 class Raise:
     error: BaseException
+    after_s: float = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class Clerk(Actor):
 
     @handles(Raise)
     async def fail(self, message: Raise) -> None:
+        await asyncio.sleep(message.after_s)
         raise message.error
 
     @handles(RaiseBeside, concurrent=True)
@@ -680,6 +682,17 @@ def test_timers_and_tasks_end_with_the_instance_that_made_them() -> None:
             await asyncio.sleep(10)
             assert await notes(clerk) == ()
             assert ended == ["at 1"]
+
+    virtually(scenario())
+
+
+def test_what_an_instance_sent_itself_and_never_took_is_not_for_the_next_one() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            clerk.tell(Do(lambda actor: actor.after(1, Note("of a former life"))))
+            clerk.tell(Raise(ValueError("x"), after_s=5))
+            assert await notes(clerk) == ()
 
     virtually(scenario())
 

@@ -277,6 +277,22 @@ def test_released_memory_refuses_requests_until_it_is_back(model: Path) -> None:
     assert output.cached_tokens == 0
 
 
+def test_released_memory_goes_back_to_the_system(tmp_path: Path) -> None:
+    def resident_mib() -> float:
+        return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+
+    folder = make_model(tmp_path / "m", "llama", num_key_value_heads=4, head_dim=64)
+    core = EngineCore(EngineConfig(folder, 0, cache_tokens=16384))
+    before = resident_mib()
+    for index in range(8):
+        run(core, request(f"r{index}", [3 + (i * (index + 2)) % 300 for i in range(1900)], 1))
+    filled = resident_mib()
+    # 2 layers of keys and values, 256 floats a token each: 4 KiB a token, 15,200 tokens.
+    assert filled - before > 40
+    core.release_memory(weights=True, kv=True)
+    assert filled - resident_mib() > 40
+
+
 def test_memory_comes_back_without_weights_when_their_folder_is_gone(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "m")
     core = EngineCore(EngineConfig(tmp_path / "m", 0))

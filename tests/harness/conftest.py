@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,3 +109,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def python(code: str) -> tuple[str, ...]:
     """The argv of a Python program."""
     return (sys.executable, "-I", "-S", "-c", code)
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def processes(marker: str) -> list[str]:
+    """The command lines on this machine that hold `marker`."""
+    listed = subprocess.run(["ps", "-eo", "args", "-ww"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if marker in line]

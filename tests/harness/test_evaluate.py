@@ -16,8 +16,7 @@ from gyre.harness.tasks import Task
 from gyre.ids import TaskId
 from gyre.trajectory.records import Outcome
 
-from .conftest import Bench, a_task, python
-from .test_keeper import processes
+from .conftest import Bench, a_task, processes, python, until
 
 FINISHED = RunInfo(Outcome.FINISHED, submitted=True)
 
@@ -115,15 +114,11 @@ async def test_endless_output_neither_fills_memory_nor_hides_the_limit(bench: Be
 async def test_an_evaluator_whose_wait_is_cancelled_is_ended(bench: Bench, sandbox: Sandbox) -> None:
     marker = f"66{os.getpid()}"
     waiting = asyncio.ensure_future(word_of(bench, sandbox, "sh", "-c", f"sleep {marker} & sleep {marker}"))
-    async with asyncio.timeout(30):
-        while len(processes(f"sleep {marker}")) < 2:
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(until, lambda: len(processes(f"sleep {marker}")) >= 2)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(30):
-        while processes(f"sleep {marker}"):
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(until, lambda: not processes(f"sleep {marker}"))
 
 
 async def test_what_a_run_wrote_cannot_reach_the_job_through_its_evaluator(bench: Bench, confined: Sandbox) -> None:

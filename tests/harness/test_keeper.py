@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from gyre.harness import keeper
 from gyre.harness.confine import UNCONFINED, Sandbox
 
-from .conftest import Bench, python
+from .conftest import Bench, processes, python, until
 
 IGNORES_SIGTERM = python(
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w'); time.sleep(600)"
@@ -22,19 +21,6 @@ IGNORES_SIGTERM = python(
 ENDS_WELL_ON_SIGTERM = python(
     "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); open('ready', 'w'); time.sleep(600)"
 )
-
-
-def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def processes(marker: str) -> list[str]:
-    """The command lines on this machine that hold `marker`."""
-    listed = subprocess.run(["ps", "-eo", "args", "-ww"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if marker in line]
 
 
 def test_the_exit_file_has_the_harness_exit_code(bench: Bench, sandbox: Sandbox) -> None:
@@ -146,34 +132,31 @@ def test_orphans_of_a_run_are_reaped(bench: Bench) -> None:
 
 def test_marks_reach_only_the_run_they_name(bench: Bench) -> None:
     first, second = bench.prepared("r1"), bench.prepared("r10")
-    kept = [bench.keep(folder, UNCONFINED, "sleep", "600") for folder in (first, second)]
-    until(lambda: first.process_file.exists() and second.process_file.exists())
-    until(lambda: keeper.end_marked("r1/1") == 1)
+    kept = [bench.keep(folder, UNCONFINED, "sleep", "67") for folder in (first, second)]
+    until(lambda: len(processes("sleep 67")) == 2)
+    keeper.end_marked("r1/1")
     assert kept[0].wait(timeout=30) == 128 + signal.SIGKILL
     assert kept[1].poll() is None
 
 
-async def test_a_keeper_goes_on_without_whoever_started_it(bench: Bench, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_keeper_goes_on_without_whoever_started_it(bench: Bench, sandbox: Sandbox) -> None:
     """The starter is killed, and its process group with it; the run ends later by itself and its end is on disk."""
     folder = bench.prepared("r1")
     code = f"""
-import sys; sys.path[:0] = {[str(Path(__file__).parent.parent), *__import__("sys").path]!r}
+import sys, time
 from pathlib import Path
+sys.path[:0] = {[str(Path(__file__).parent.parent), *sys.path]!r}
 from harness.conftest import Bench, Sandbox
 bench = Bench(Path({str(bench.job)!r}))
 bench.keep(bench.folder("r1"), {sandbox!r}, "sh", "-c", "until test -e go; do sleep 0.05; done; exit 4")
-import time; time.sleep(600)
+time.sleep(600)
 """
-    starter = await asyncio.create_subprocess_exec(*python(code)[:1], "-c", code, start_new_session=True)
+    starter = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
-        async with asyncio.timeout(30):
-            while not folder.process_file.exists():
-                await asyncio.sleep(0.01)
+        until(folder.process_file.exists)
     finally:
         os.killpg(starter.pid, signal.SIGKILL)
-        await starter.wait()
+        starter.wait()
     (folder.workspace / "go").touch()
-    async with asyncio.timeout(30):
-        while not folder.exit_file.exists():
-            await asyncio.sleep(0.01)
+    until(folder.exit_file.exists)
     assert keeper.End.from_json(folder.exit_file.read_text()).code == 4

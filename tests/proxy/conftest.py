@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -24,6 +25,13 @@ from .scripted_engine import Script, ScriptedEngine
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("model") / "byte-qwen")
+
+
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait until the condition holds; the test fails when it does not come to."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
 
 @dataclass
@@ -71,6 +79,11 @@ class Proxy:
         answer = await self.post(run, "chat/completions", {"model": "m", "messages": messages, **fields})
         assert answer[0] == 200, answer
         return answer[1]["choices"][0]["message"]
+
+    async def until_sampled(self, cell: str, tokens: int, requests: int = 1) -> None:
+        """Until so many requests are live on the cell, and each has been sent so many tokens."""
+        engine = self.engines[cell]
+        await until(lambda: sum(engine.made.get(rid, 0) >= tokens for rid in engine.live) >= requests)
 
     async def post(self, run: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
         async with self.http.post(f"{self.base(run)}/v1/{path}", json=body, headers=headers) as response:

@@ -35,6 +35,8 @@ class ScriptedEngine:
         self.refuse_status = 0
         self.hang_up_after: int | None = None
         """Tokens after which the connection of a stream is cut, once."""
+        self.made: dict[str, int] = {}
+        """Tokens sent, by request."""
         self.deaf = False
         """Whether it takes orders to abort and does not follow them."""
         self.held = asyncio.Event()
@@ -120,6 +122,7 @@ class ScriptedEngine:
                     self._cached.append(prompt + made)
                 payload = json.dumps({"text": "", "output_ids": new, "meta_info": meta})
                 await response.write(f"data: {payload}\n\n".encode())
+                self.made[body["rid"]] = len(made)
                 if reason is not None:
                     await response.write(b"data: [DONE]\n\n")
                     return response

@@ -57,7 +57,9 @@ async def test_a_tool_use_and_the_turn_after_it(client: anthropic.AsyncAnthropic
     assert (trace.calls, len(trace.lineages)) == (2, 1)
 
 
-async def test_thinking_comes_as_a_signed_block_and_may_come_back(client: anthropic.AsyncAnthropic, proxy: Proxy) -> None:
+async def test_thinking_comes_as_a_signed_block_and_may_come_back(
+    client: anthropic.AsyncAnthropic, proxy: Proxy
+) -> None:
     messages = ask("Think.")
     answer = await client.messages.create(model="m", max_tokens=100, messages=messages)
     assert [block.type for block in answer.content] == ["thinking", "text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from gyre.ids import CallId
 from gyre.trajectory.records import LineageRole
 
-from .conftest import Proxy, StartProxy
+from .conftest import Proxy, StartProxy, until
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -44,7 +45,7 @@ async def assert_one_lineage(proxy: Proxy, run: str) -> None:
     tree = proxy.session(run).tree
     assert not tree.check()
     calls = tree.calls
-    for first, then in zip(calls, calls[1:], strict=False):
+    for first, then in pairwise(calls):
         assert_extends(proxy, run, first, then)
     assert not tree.forks
     assert len((await proxy.close(run)).lineages) == 1
@@ -93,7 +94,11 @@ async def test_c7_a_tool_renamed_by_the_harness_is_still_the_sampled_call(start_
     proxy = await start_proxy(lambda head: "ok" if "<tool_response>" in head else tool_call('{"x": 1}'))
     await proxy.open("r")
     message = await proxy.chat("r", [user("go")], tools=TOOLS)
-    back = {"id": message["tool_calls"][0]["id"], "type": "function", "function": {"name": "invalid", "arguments": "{}"}}
+    back = {
+        "id": message["tool_calls"][0]["id"],
+        "type": "function",
+        "function": {"name": "invalid", "arguments": "{}"},
+    }
     messages = [user("go"), {"role": "assistant", "content": None, "tool_calls": [back]}, result(back, "no such tool")]
     await proxy.chat("r", messages, tools=TOOLS)
     await assert_one_lineage(proxy, "r")
@@ -173,7 +178,12 @@ async def test_c15_turns_kept_behind_a_summary_are_context_there_with_their_own_
         messages += answers[-1]
     ask = "CRITICAL: Respond with TEXT ONLY. Your task is to create a detailed summary of the conversation so far"
     await proxy.chat("r", [*messages, user(ask)], tools=TOOLS)
-    compacted = [system("Main."), user("This session is being continued. Summary: did things"), *answers[-1], user("Go on.")]
+    compacted = [
+        system("Main."),
+        user("This session is being continued. Summary: did things"),
+        *answers[-1],
+        user("Go on."),
+    ]
     await proxy.chat("r", compacted, tools=TOOLS)
     tree = proxy.session("r").tree
     kept, after = tree.calls[2], tree.calls[4]
@@ -220,7 +230,9 @@ VOLATILE = [
 
 
 @pytest.mark.parametrize("template", VOLATILE)
-async def test_c17_a_volatile_token_in_the_system_prompt_does_not_fork_the_tree(start_proxy: StartProxy, template: str) -> None:
+async def test_c17_a_volatile_token_in_the_system_prompt_does_not_fork_the_tree(
+    start_proxy: StartProxy, template: str
+) -> None:
     proxy = await start_proxy(lambda head: "ok")
     await proxy.open("r")
     messages = [system(template.format("316", "28", "1")), user("Task.")]
@@ -238,7 +250,8 @@ async def test_c17_a_volatile_token_in_the_system_prompt_does_not_fork_the_tree(
     text = proxy.engines["a"].text(list(tree.prompt_ids(tree.calls[-1])))
     assert "billing" not in text
     opening = tree.prompt_ids(tree.calls[0])
-    shared = next(place for place, (a, b) in enumerate(zip(opening, tree.prompt_ids(tree.calls[-1]))) if a != b)
+    other = tree.prompt_ids(tree.calls[-1])
+    shared = next(place for place in range(len(other)) if opening[place] != other[place])
     assert proxy.engines["a"].text(list(opening[:shared])).endswith("<|im_start|>user\n")
 
 
@@ -252,17 +265,21 @@ async def test_c17_a_system_prompt_that_says_something_else_is_another_thread(st
 
 
 async def test_c18_a_retry_joins_the_call_that_still_decodes(start_proxy: StartProxy) -> None:
-    proxy = await start_proxy(lambda head: "a long answer", token_s=0.005)
+    proxy = await start_proxy(lambda head: "a long answer")
+    engine = proxy.engines["a"]
+    engine.held.clear()
     await proxy.open("r")
     body = {"model": "m", "messages": [user("go")], "temperature": 0.5, "max_tokens": 8000, "stream": False}
     other_order = dict(reversed(list({**body, "max_tokens": 64000}.items())))
     first = asyncio.create_task(proxy.post("r", "chat/completions", body))
-    await asyncio.sleep(0.02)
+    await proxy.until_sampled("a", 0)
     second = asyncio.create_task(proxy.post("r", "chat/completions", other_order))
+    await asyncio.sleep(0.1)
+    engine.held.set()
     answers = await asyncio.gather(first, second)
     assert answers[0] == answers[1]
     assert answers[0][1]["choices"][0]["message"]["content"] == "a long answer"
-    assert len(proxy.engines["a"].requests) == 1
+    assert len(engine.requests) == 1
     trace = await proxy.close("r")
     assert (trace.calls, trace.sampled_tokens) == (1, len("a long answer") + 1)
 
@@ -276,24 +293,27 @@ async def test_c18_a_retry_of_an_ended_call_is_answered_again_with_the_same_ids(
     assert await proxy.chat("r", [user("go on")], tools=TOOLS) != first
 
 
+async def dropped(proxy: Proxy, body: dict[str, Any], after_tokens: int) -> None:
+    """A request whose client goes away in the middle of the answer."""
+    asking = asyncio.create_task(proxy.post("r", "chat/completions", body))
+    await proxy.until_sampled("a", after_tokens)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_c18_the_retry_of_a_dropped_request_goes_on_from_the_tokens_so_far(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(lambda head: "0123456789" * 4, token_s=0.01)
     await proxy.open("r")
     body = {"model": "m", "messages": [user("go")]}
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.15):
-            await proxy.post("r", "chat/completions", body)
     engine = proxy.engines["a"]
-    async with asyncio.timeout(5):
-        while engine.live:  # the engine is told at once that nobody waits any more
-            await asyncio.sleep(0.01)
-    assert engine.aborted
+    await dropped(proxy, body, after_tokens=5)
+    await until(lambda: not engine.live)  # the engine is told at once that nobody waits any more
     status, answer = await proxy.post("r", "chat/completions", body)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "0123456789" * 4)
     first, second = engine.requests
     so_far = second["input_ids"][len(first["input_ids"]) :]
-    assert so_far
-    assert "0123456789012345".startswith(engine.text(so_far)[:16])
+    assert len(so_far) >= 5
+    assert ("0123456789" * 4).startswith(engine.text(so_far))
     tree = proxy.session("r").tree
     assert (len(tree.calls), tree.output_tokens(tree.calls[0])) == (1, 41)
 
@@ -301,9 +321,7 @@ async def test_c18_the_retry_of_a_dropped_request_goes_on_from_the_tokens_so_far
 async def test_an_answer_that_reached_nobody_is_kept_out_of_training(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(lambda head: "0123456789", token_s=0.01)
     await proxy.open("r")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await proxy.post("r", "chat/completions", {"model": "m", "messages": [user("go")]})
+    await dropped(proxy, {"model": "m", "messages": [user("go")]}, after_tokens=2)
     await proxy.chat("r", [user("else")])
     trace = await proxy.close("r")
     assert (trace.calls, trace.sampled_tokens, trace.counted_tokens) == (1, 11, 11)

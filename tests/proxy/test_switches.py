@@ -10,7 +10,7 @@ import pytest
 from gyre.actors.messages import DrainEngine, DrainReport
 from gyre.ids import CellId
 
-from .conftest import Proxy, StartProxy
+from .conftest import Proxy, StartProxy, until
 
 ANSWER = "the quick brown fox jumps over the lazy dog"
 
@@ -24,18 +24,6 @@ async def drain(proxy: Proxy, cell: str, *, move: bool = True) -> DrainReport:
         return await proxy.gateway.drain(DrainEngine(CellId(cell), move, ""))
 
 
-async def until_sampled(proxy: Proxy, cell: str, tokens: int, requests: int = 1) -> None:
-    """Until the cell has had its requests and time for about so many tokens of each."""
-    async with asyncio.timeout(10):
-        while len(proxy.engines[cell].live) < requests:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(tokens * proxy.engines[cell].token_s)
-
-
-def busy(proxy: Proxy) -> str:
-    return next(cell for cell, engine in proxy.engines.items() if engine.live)
-
-
 @pytest.fixture
 async def proxy(start_proxy: StartProxy) -> Proxy:
     return await start_proxy(lambda head: ANSWER, cells=("a", "b"), token_s=0.005)
@@ -44,7 +32,7 @@ async def proxy(start_proxy: StartProxy) -> Proxy:
 async def test_a_call_on_a_leaving_cell_goes_on_elsewhere_with_its_tokens_and_its_kv(proxy: Proxy) -> None:
     await proxy.open("r")
     calling = asyncio.create_task(proxy.chat("r", [user("go")]))
-    await until_sampled(proxy, "a", 10)
+    await proxy.until_sampled("a", 10)
     report = await drain(proxy, "a")
     assert (await calling)["content"] == ANSWER
     first, second = proxy.engines["a"].requests[0], proxy.engines["b"].requests[0]
@@ -82,7 +70,7 @@ async def test_many_calls_leave_at_once_and_each_is_whole(proxy: Proxy) -> None:
     for run in runs:
         await proxy.open(run)
     calling = [asyncio.create_task(proxy.chat(run, [user(run)])) for run in runs]
-    await until_sampled(proxy, "a", 5, requests=4)
+    await proxy.until_sampled("a", 5, requests=4)
     on_a = len(proxy.engines["a"].live)
     report = await drain(proxy, "a")
     assert report.requests == on_a
@@ -97,7 +85,7 @@ async def test_a_request_is_live_on_one_engine_at_a_time(proxy: Proxy) -> None:
     calling = asyncio.create_task(proxy.chat("r", [user("go")]))
     cells = ["a", "b", "a", "b"]
     for leaving in cells:
-        await until_sampled(proxy, leaving, 3)
+        await proxy.until_sampled(leaving, 3)
         assert sum(len(engine.live) for engine in proxy.engines.values()) == 1
         await drain(proxy, leaving)
         await proxy.route()
@@ -110,7 +98,7 @@ async def test_without_another_cell_the_call_waits_and_goes_on_at_the_next_versi
     await proxy.open("r")
     await proxy.route(closed=("b",))
     calling = asyncio.create_task(proxy.chat("r", [user("go")]))
-    await until_sampled(proxy, "a", 10)
+    await proxy.until_sampled("a", 10)
     report = await drain(proxy, "a", move=False)
     assert (report.requests, report.moved_blocks) == (1, 0)
     status = proxy.gateway.status()
@@ -151,7 +139,7 @@ async def test_the_only_engine_comes_back_and_the_call_goes_on(start_proxy: Star
     await proxy.open("r")
     engine = proxy.engines["a"]
     calling = asyncio.create_task(proxy.chat("r", [user("go")]))
-    await until_sampled(proxy, "a", 10)
+    await proxy.until_sampled("a", 10)
     port = int(engine.url.rpartition(":")[2])
     await engine.stop()
     await asyncio.sleep(0.2)
@@ -183,12 +171,8 @@ async def test_a_prefix_that_could_not_be_moved_is_computed_again_and_counted(pr
 
 async def test_a_stop_sequence_is_found_across_a_continuation(proxy: Proxy) -> None:
     await proxy.open("r")
-    engine = proxy.engines["a"]
     calling = asyncio.create_task(proxy.chat("r", [user("go")], stop=["brown fox"]))
-    async with asyncio.timeout(10):
-        while not engine.live:
-            await asyncio.sleep(0.002)
-    await asyncio.sleep(engine.token_s * 13)  # inside "brown"
+    await proxy.until_sampled("a", len("the quick bro"))
     await drain(proxy, "a")
     assert (await calling)["content"] == "the quick "
 
@@ -196,7 +180,7 @@ async def test_a_stop_sequence_is_found_across_a_continuation(proxy: Proxy) -> N
 async def test_max_tokens_counts_over_a_continuation(proxy: Proxy) -> None:
     await proxy.open("r")
     calling = asyncio.create_task(proxy.chat("r", [user("go")], max_tokens=30))
-    await until_sampled(proxy, "a", 10)
+    await proxy.until_sampled("a", 10)
     await drain(proxy, "a")
     assert (await calling)["content"] == ANSWER[:30]
     assert (await proxy.close("r")).sampled_tokens == 30
@@ -209,7 +193,7 @@ async def test_an_engine_that_does_not_stop_is_left_and_the_call_goes_on(
     await proxy.open("r")
     engine = proxy.engines["a"]
     calling = asyncio.create_task(proxy.chat("r", [user("go")]))
-    await until_sampled(proxy, "a", 10)
+    await proxy.until_sampled("a", 10)
     engine.deaf = True
     engine.held.clear()
     await drain(proxy, "a")
@@ -249,9 +233,7 @@ async def test_whoever_waited_longest_is_seated_first(start_proxy: StartProxy) -
     for place in range(5):
         await proxy.open(f"r{place}")
         calling.append(asyncio.create_task(proxy.chat(f"r{place}", [user(f"<{place}>")])))
-        async with asyncio.timeout(5):
-            while proxy.gateway.status().calls_waiting <= place:
-                await asyncio.sleep(0.002)
+        await until(lambda waiting=place + 1: proxy.gateway.status().calls_waiting == waiting)
     await proxy.route()
     await asyncio.gather(*calling)
     order = [request["rid"][:2] for request in proxy.engines["a"].requests]
@@ -262,7 +244,7 @@ async def test_whoever_waited_longest_is_seated_first(start_proxy: StartProxy) -
 async def test_closing_a_run_ends_its_calls_on_the_engine(proxy: Proxy) -> None:
     await proxy.open("r")
     calling = asyncio.create_task(proxy.post("r", "chat/completions", {"model": "m", "messages": [user("go")]}))
-    await until_sampled(proxy, "a", 5)
+    await proxy.until_sampled("a", 5)
     trace = await proxy.close("r")
     status, body = await calling
     assert (status, body["error"]["code"]) == (410, "run_closed")

@@ -588,7 +588,7 @@ BEGIN = st.builds(
 SCRIPT = st.lists(st.sampled_from(list(WHAT)), max_size=40)
 
 
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(BEGIN, SCRIPT, st.sampled_from([Role.ROLLOUT, Role.TRAIN]))
 def test_nothing_unsafe_is_ordered_and_every_order_is_followed_once_stages_succeed(
     cell: Cell, script: list[str], last: Role
@@ -601,7 +601,7 @@ def test_nothing_unsafe_is_ordered_and_every_order_is_followed_once_stages_succe
     assert cell.state.settled
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(BEGIN, SCRIPT)
 def test_without_faults_a_cell_comes_to_rest_where_it_was_heading(cell: Cell, script: list[str]) -> None:
     for what in script:

@@ -91,7 +91,7 @@ def test_both_cells_train_when_nothing_is_left_to_serve_and_the_work_is_worth_it
 
 
 def test_heavy_load_gives_training_its_share_of_the_cells() -> None:
-    # Sampling costs three times what training does: a quarter of the cells, less what the weight leaves to the backlog.
+    # Sampling costs three times what training does: a quarter of the cells, and more when training is behind.
     view = ClusterView(
         cells=cells(16, slots=37),
         queued=1000,
@@ -109,9 +109,9 @@ def test_heavy_load_gives_training_its_share_of_the_cells() -> None:
         run_sampled_tokens=70_000,
         switch_s=12,
     )
-    assert len(trainers(decide(view, PARAMS))) == 3
+    assert len(trainers(decide(view, PARAMS))) == 4
     behind = replace(view, ready_runs=1536, ready_tokens=1536 * 70_000)
-    assert len(trainers(decide(behind, PARAMS))) == 5
+    assert len(trainers(decide(behind, PARAMS))) == 6
 
 
 def test_the_core_joins_before_cells_that_serve_fewer_runs_and_leaves_after_all_others() -> None:
@@ -125,7 +125,7 @@ def test_the_core_joins_before_cells_that_serve_fewer_runs_and_leaves_after_all_
 def test_of_the_satellites_an_idle_one_leaves_and_one_that_serves_least_joins() -> None:
     four = cells(4, training=3)
     four = (four[0], replace(four[1], busy=False), replace(four[2], busy=True), four[3])
-    view = replace(MEASURED, cells=four, queued=4, live=4, train_tokens_s=40, ready_runs=9, ready_tokens=9000)
+    view = replace(MEASURED, cells=four, queued=4, live=4, ready_runs=9, ready_tokens=1_000_000)
     assert trainers(decide(view, PARAMS)) == {CORE, CellId("c2")}
     serving = tuple(replace(cell, live=live) for cell, live in zip(cells(4), (0, 3, 1, 2), strict=True))
     view = replace(view, cells=serving, queued=0, live=6)
@@ -135,7 +135,7 @@ def test_of_the_satellites_an_idle_one_leaves_and_one_that_serves_least_joins() 
 def test_a_cell_on_its_way_out_is_called_back_first() -> None:
     four = cells(4, training=1)
     leaving = replace(four[3], role=Role.TRAIN, desired=Role.ROLLOUT)
-    view = replace(MEASURED, cells=(*four[:3], leaving), live=8, train_tokens_s=40, ready_runs=9, ready_tokens=9000)
+    view = replace(MEASURED, cells=(*four[:3], leaving), live=8, ready_runs=9, ready_tokens=1_000_000)
     assert trainers(decide(view, PARAMS)) == {CORE, CellId("c3")}
 
 
@@ -163,7 +163,7 @@ def test_a_single_cell_trains_when_its_runs_have_ended() -> None:
 
 # ---------------------------------------------------------------------------------------------- whatever the view
 
-ROLES = st.sampled_from([role for role in Role])
+ROLES = st.sampled_from(list(Role))
 RATE = st.one_of(st.just(0.0), st.floats(0.1, 1e5))
 
 
@@ -339,5 +339,5 @@ def test_a_job_on_two_cells_goes_on_step_by_step_without_flapping(eta: int, run_
     job = Job(eta, run_seconds)
     while job.steps < 20:
         job.second()
-        assert job.seconds < 20 * 64 * 10 * run_seconds, "no step comes any more"
+        assert job.seconds < 20 * 64 * run_seconds, "no step comes any more"
     assert job.switches / job.steps <= 6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gyre.config import BatchSection, LossSection, OptimizerSection
 from gyre.errors import BadInput
 from gyre.ids import GroupId, RunId
-from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, batch_metrics, learning_rate, pack_lineages, plan
+from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, learning_rate, pack_lineages, plan
 from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
 
 VERSION = 5
@@ -198,13 +198,3 @@ def test_the_learning_rate_rises_over_the_warm_up_and_then_stays() -> None:
     section = OptimizerSection(lr=1e-3, warmup_steps=4)
     assert [learning_rate(section, step) for step in (1, 2, 4, 9)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3])
     assert learning_rate(OptimizerSection(lr=1e-3), 1) == 1e-3
-
-
-def test_the_batchs_metrics_are_means_over_everything_that_was_merged() -> None:
-    """C3: four tokens of loss 1 in run A, six of loss 2 in run B, two scored runs; loss 1.5 whatever the split."""
-    first = {"weighted_loss_sum": 4 / 4 + 4 / 6, "token_count": 6.0, "clipped_count": 3.0, "kl_sum": 0.6}
-    second = {"weighted_loss_sum": 8 / 6, "token_count": 4.0, "clipped_count": 0.0, "kl_sum": 0.4}
-    found = batch_metrics([first, second], scored_runs=2)
-    assert found["loss"] == pytest.approx(1.5)
-    assert (found["clip_fraction"], found["kl"]) == pytest.approx((0.3, 0.1))
-    assert set(batch_metrics([], scored_runs=0).values()) == {0.0}

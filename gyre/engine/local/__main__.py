@@ -15,37 +15,41 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
-from aiohttp import web
-
-from gyre.engine.local.core import EngineConfig, EngineCore
-from gyre.engine.local.kv_exchange import KvExchange
-from gyre.engine.local.server import EngineServer
+from gyre.engine.local.shape import read_shape
 from gyre.errors import BadInput, GyreError
-from gyre.kv_migrate.tcp import TcpTransport
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = ("float32", "bfloat16")
 _SHUTDOWN_S = 5.0
 
 
 def main() -> int:
     options = _options()
-    torch.set_num_threads(options.threads)
-    torch.set_num_interop_threads(1)
     try:
-        asyncio.run(_serve(options))
+        # torch takes seconds to import: what is wrong with the options is said before.
+        read_shape(Path(options.model))
+        secret = _secret(Path(options.secret_file)) if options.secret_file else None
+        asyncio.run(_serve(options, secret, _listen(options.host, options.port)))
     except GyreError as error:
         print(f"gyre.engine.local: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(options: argparse.Namespace) -> None:
+async def _serve(options: argparse.Namespace, secret: bytes | None, listener: socket.socket) -> None:
+    import torch
+    from aiohttp import web
+
+    from gyre.engine.local.core import EngineConfig, EngineCore
+    from gyre.engine.local.kv_exchange import KvExchange
+    from gyre.engine.local.server import EngineServer
+    from gyre.kv_migrate.tcp import TcpTransport
+
+    torch.set_num_threads(options.threads)
+    torch.set_num_interop_threads(1)
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: ended.done() or ended.set_result(None))
-    listener = _listen(options.host, options.port)
     core = EngineCore(
         EngineConfig(
             model=Path(options.model).resolve(),
@@ -53,12 +57,12 @@ async def _serve(options: argparse.Namespace) -> None:
             block_tokens=options.block_tokens,
             cache_tokens=options.cache_tokens,
             max_running=options.max_running,
-            dtype=_DTYPES[options.dtype],
+            dtype=getattr(torch, options.dtype),
         )
     )
     exchange = None
-    if options.secret_file:
-        exchange = KvExchange(await TcpTransport.open(_secret(Path(options.secret_file)), options.host))
+    if secret is not None:
+        exchange = KvExchange(await TcpTransport.open(secret, options.host))
     server = EngineServer(core, exchange)
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
@@ -96,7 +100,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--block-tokens", type=_at_least(1), default=16)
     parser.add_argument("--cache-tokens", type=_at_least(32), default=65536)
     parser.add_argument("--max-running", type=_at_least(1), default=64, help="sequences in one batch")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     options = parser.parse_args()
     if options.cache_tokens < 2 * options.block_tokens:
         parser.error("--cache-tokens: at least two blocks are needed")

@@ -1,0 +1,39 @@
+"""The gateway's calls as metrics: counted as they end, rendered when asked for at `/metrics`."""
+
+from __future__ import annotations
+
+from gyre.actors.messages import GatewayStatus
+from gyre.proxy.sampling import Ending
+from gyre.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
+
+__all__ = ["CONTENT_TYPE", "Metering"]
+
+
+class Metering:
+    def __init__(self) -> None:
+        self._metrics = GatewayMetrics()
+
+    def ended(self, dialect: str, ending: Ending, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
+        """A call has all its tokens, `seconds` after its sampling began."""
+        metrics = self._metrics
+        metrics.calls.labels(dialect, ending.finish.value).inc()
+        metrics.call_s.observe(seconds)
+        metrics.sampled_tokens.inc(output_tokens)
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.cached_tokens.inc(ending.cached_tokens)
+        metrics.recomputed_tokens.inc(ending.recomputed_tokens)
+        if ending.continued:
+            metrics.continued_calls.inc()
+            metrics.silence_s.observe(ending.max_silence_s)
+
+    def failed(self, dialect: str) -> None:
+        """A call ended in an error that is ours."""
+        self._metrics.calls.labels(dialect, "unavailable").inc()
+
+    def render(self, status: GatewayStatus) -> bytes:
+        metrics = self._metrics
+        metrics.open_runs.set(status.open_runs)
+        metrics.calls_waiting.set(status.calls_waiting)
+        for cell, count in status.in_flight.items():
+            metrics.calls_in_flight.labels(cell).set(count)
+        return metrics.render()
