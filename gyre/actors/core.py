@@ -451,5 +451,6 @@ def step_metrics(sums: Mapping[str, float], step: Mapping[str, float], scored_ru
         "kl": sums.get("kl_sum", 0.0) / tokens,
         "ratio_deviation": sums.get("ratio_deviation_sum", 0.0) / tokens,
         "logp_gap": sums.get("logp_gap_sum", 0.0) / tokens,
+        "trained_tokens": sums.get("token_count", 0.0),
         **step,
     }

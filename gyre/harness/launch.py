@@ -75,6 +75,8 @@ class HarnessProcess:
         self.folder = folder
         self._profile = profile
         self._child = child
+        self._sent: int | None = None
+        """The last signal that we ended it by."""
 
     @property
     def alive(self) -> bool:
@@ -91,16 +93,14 @@ class HarnessProcess:
 
     async def end(self, grace_s: float = 2.0) -> HarnessExit:
         """SIGTERM to the harness, and after `grace_s` an end to all of its run."""
-        for limit_s in (grace_s, grace_s):
-            self.ref.signal(signal.SIGTERM)  # the keeper passes the first on, and takes the second as the end
+        # The keeper passes the first SIGTERM on, and takes the second as the end.
+        for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
+            if self.ref.signal(number):
+                self._sent = number
             self.ref.signal(signal.SIGCONT)
             if (end := await self.wait(limit_s)) is not None:
                 return end
-        self.ref.signal(signal.SIGKILL)
-        end = await self.wait(_KILL_S)
-        if end is None:
-            raise Unavailable(f"run {self.folder.run}: process {self.ref.pid} is there {_KILL_S:g} s after SIGKILL")
-        return end
+        raise Unavailable(f"run {self.folder.run}: process {self.ref.pid} is there {_KILL_S:g} s after SIGKILL")
 
     async def _ended(self) -> HarnessExit:
         if self._child is not None:
@@ -110,7 +110,8 @@ class HarnessProcess:
         if found is None:
             # Without a PID namespace a killed keeper's run may have left processes behind.
             await asyncio.to_thread(keeper.end_marked, mark(self.folder))
-            return HarnessExit(lost=True, submitted=self._profile.submitted(self.folder))
+            submitted = self._profile.submitted(self.folder)
+            return HarnessExit(signal=self._sent, lost=self._sent is None, submitted=submitted)
         return HarnessExit(found.code, found.signal, found.error, submitted=self._profile.submitted(self.folder))
 
 
@@ -168,11 +169,13 @@ class Launcher:
 
     def adopt(self, folder: RunFolder) -> HarnessProcess | None:
         """The harness that was started in this folder, alive or ended; None when none was."""
-        found = _read_json(folder.process_file)
-        if found is None:
-            return None
         child = self._children.adopt().get(_child_name(folder))
-        return HarnessProcess(ProcessRef(found["pid"], found["start_ticks"]), folder, self._profile, child)
+        found = _read_json(folder.process_file)
+        if found is not None:
+            return HarnessProcess(ProcessRef(found["pid"], found["start_ticks"]), folder, self._profile, child)
+        if child is not None:  # its keeper has not come to write down who it is
+            return HarnessProcess(child.process, folder, self._profile, child)
+        return None
 
     async def stop(self) -> None:
         """End the zygote. Runs that live are not touched."""

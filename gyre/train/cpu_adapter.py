@@ -100,10 +100,23 @@ def _answer_for_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    _import_without_compiler()
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = answers["get_rng_state"]
     random._set_cuda_rng_state = answers["set_rng_state"]
+
+
+def _import_without_compiler() -> None:
+    """Megatron decorates fused kernels with `torch.compile` when imported, which loads torch's whole compiler: seconds
+    and 70 MB for kernels that the CPU path does not call."""
+    compile_ = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda later: later)
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compile_
+    jit.disable_jit_fuser()
 
 
 def _leave_out_triton() -> None:

@@ -95,17 +95,25 @@ def request(ids: list[int], max_new_tokens: int, *, version: int = 1, seed: int 
 async def sample(engine: EngineClient, wanted: GenerateRequest, stop_after: int | None = None) -> Answer:
     """The whole answer, or what there is once `stop_after` tokens have come and the request was aborted."""
     chunks: list[Chunk] = []
-    if stop_after == 0:
-        asyncio.get_running_loop().call_later(
-            0.01, lambda: aborts.append(asyncio.ensure_future(engine.abort(wanted.rid)))
-        )
-    aborts: list[asyncio.Future[None]] = []
-    async with asyncio.timeout(LIMIT_S):
+
+    async def stop() -> None:
+        # Without a first token to wait for: a moment after the engine has the request, while it reads the prompt.
+        if stop_after == 0:
+            while not (await engine.loads()).running:  # noqa: ASYNC110 - the engine's state
+                await asyncio.sleep(0)
+        else:
+            await enough.wait()
+        await engine.abort(wanted.rid)
+
+    enough = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        stopping = None if stop_after is None else tasks.create_task(stop())
         async for chunk in engine.generate(wanted):
             chunks.append(chunk)
-            if stop_after and not aborts and sum(len(item.token_ids) for item in chunks) >= stop_after:
-                aborts.append(asyncio.ensure_future(engine.abort(wanted.rid)))
-        await asyncio.gather(*aborts)
+            if stop_after and sum(len(item.token_ids) for item in chunks) >= stop_after:
+                enough.set()
+        if stopping is not None and not enough.is_set():
+            stopping.cancel()
     return Answer(
         [token for chunk in chunks for token in chunk.token_ids],
         [logprob for chunk in chunks for logprob in chunk.logprobs],
@@ -118,32 +126,31 @@ async def test_requests_stopped_anywhere_and_continued_elsewhere_are_as_if_never
     model: Path, seeded: bool
 ) -> None:
     """Stopped on A at random points, during the prompt too, moved together, continued on B."""
-    noise = random.Random(3)
-    total = 120
+    noise, total = random.Random(3), 80
 
-    async def one(source: EngineClient, target: EngineClient, index: int) -> tuple[Answer, Answer, list[int], Answer]:
-        ids, seed = prompt(noise.randrange(1, 400), salt=index), index if seeded else None
-        whole = await sample(source, request(ids, total, seed=seed))
-        await source.flush_cache() if index < 0 else None
-        start = await sample(
-            source, request(ids, total, seed=seed), stop_after=noise.choice([0, 1, 15, 16, 17, 60, 100])
-        )
+    async def stopped_and_continued(source: EngineClient, target: EngineClient, whole: Answer, index: int) -> None:
+        ids, seed = prompts[index], index if seeded else None
+        stop_after = noise.choice([0, 0, 1, 15, 16, 17, 40, 60])
+        start = await sample(source, request(ids, total, seed=seed), stop_after)
         so_far = ids + start.token_ids
+        assert len(start.token_ids) < total
         report = await move_prefix(source, target, so_far, 1, LIMIT_S)
         assert report.reason == ""
-        left = total - len(start.token_ids)
-        rest = (
-            await sample(target, request(so_far, left, seed=seed))
-            if left
-            else Answer([], [], whole_blocks(len(so_far)))
-        )
-        return whole, start, so_far, rest
-
-    async with serving(model) as source, serving(model) as target:
-        for whole, start, so_far, rest in await asyncio.gather(*(one(source, target, index) for index in range(10))):
-            assert start.token_ids + rest.token_ids == whole.token_ids
-            assert start.logprobs + rest.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        rest = await sample(target, request(so_far, total - len(start.token_ids), seed=seed))
+        assert start.token_ids + rest.token_ids == whole.token_ids
+        assert start.logprobs + rest.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        if stop_after:
             assert rest.cached_tokens == whole_blocks(len(so_far))
+
+    prompts = [prompt(noise.randrange(1, 400), salt=index) for index in range(10)]
+    async with serving(model) as reference, serving(model) as source, serving(model) as target:
+        uninterrupted = [
+            await sample(reference, request(ids, total, seed=index if seeded else None))
+            for index, ids in enumerate(prompts)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for index, whole in enumerate(uninterrupted):
+                tasks.create_task(stopped_and_continued(source, target, whole, index))
 
 
 async def test_a_move_reports_what_moved_and_moves_nothing_twice(llama: Path) -> None:
@@ -252,7 +259,6 @@ async def test_a_source_that_is_frozen_or_killed_costs_no_more_than_the_deadline
             process.signal(signal.SIGSTOP)
             frozen = await move_prefix(source, target, ids, 1, 0.4)
             assert (frozen.blocks, frozen.reason) == (0, "not done within 0.4 s")
-            assert frozen.seconds < 5
             # Its blocks can be asked for directly as well: the pull has a deadline of its own.
             lack = await target.kv_lack(ids, 1)
             pulled = await target.kv_pull(process.kv_address, lack.missing, 1, lack.layout, 0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.loss.advantages import group_advantages
@@ -54,6 +54,7 @@ def test_equal_rewards_have_no_advantage_even_when_rounding_parts_them() -> None
     assert group_advantages([0.0, 0.0], "std") == (0.0, 0.0)
 
 
+@settings(deadline=None)
 @given(REWARDS)
 def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards: list[float]) -> None:
     for kind in ("std", "mean"):
@@ -63,6 +64,7 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards: list[floa
         assert [advantage for _, advantage in ranked] == sorted(advantages)
 
 
+@settings(deadline=None)
 @given(REWARDS, st.floats(0.1, 10), st.floats(-5, 5))
 def test_std_advantages_do_not_depend_on_the_scale_or_the_zero_of_rewards(
     rewards: list[float], factor: float, shift: float
@@ -71,6 +73,7 @@ def test_std_advantages_do_not_depend_on_the_scale_or_the_zero_of_rewards(
     assert group_advantages(other, "std") == pytest.approx(group_advantages(rewards, "std"), abs=1e-5)
 
 
+@settings(deadline=None)
 @given(REWARDS)
 def test_std_advantages_have_population_deviation_one(rewards: list[float]) -> None:
     advantages = group_advantages(rewards, "std")

@@ -8,7 +8,7 @@ from math import fsum
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.errors import BadInput
@@ -39,6 +39,7 @@ def test_c4_two_micro_batches_of_unequal_size_are_one_mean() -> None:
     assert batch_loss(parts, scored_runs=1) == 1.5
 
 
+@settings(deadline=None)
 @given(RUNS, st.randoms(use_true_random=False))
 def test_c4_every_split_and_order_gives_the_same_loss(runs: list[list[float]], order: random.Random) -> None:
     whole = [LossPart(sum(losses), len(losses)) for losses in runs]

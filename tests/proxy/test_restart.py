@@ -103,82 +103,57 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-async def test_killed_in_the_middle_of_a_call_the_retry_gets_the_answer_and_no_token_counts_twice(
+def script(head: str) -> str:
+    if head.count("<tool_response>") == 0:
+        return '<tool_call>\n{"name": "bash", "arguments": {"a":  1.0}}\n</tool_call>'
+    return ANSWER
+
+
+async def test_killed_in_the_middle_of_a_call_the_run_goes_on_and_no_token_counts_twice(
     gateway: GatewayProcess,
 ) -> None:
     base = await gateway.open("r")
-    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=8) as client:
-        first = await client.chat.completions.create(model="m", messages=[user("one")])
-        said = first.choices[0].message.content
-        assert said == ANSWER
-        gateway.engine.held.clear()
-        history = [user("one"), {"role": "assistant", "content": said}, user("two")]
-        # An unmodified client, with no more than its own retries.
-        calling = asyncio.create_task(client.chat.completions.create(model="m", messages=history))
-        await until(lambda: bool(gateway.engine.live))
-        left_over = next(iter(gateway.engine.live))
-        gateway.end(signal.SIGKILL)
-        port = gateway.base_url
-        gateway.engine.held.set()
-        await gateway.start()
-        assert gateway.base_url == port
-        answer = await calling
-        assert answer.choices[0].message.content == ANSWER
-        history += [{"role": "assistant", "content": ANSWER}, user("three")]
-        await client.chat.completions.create(model="m", messages=history)
-    assert "*" in gateway.engine.aborted
-    assert left_over not in gateway.engine.live
-    trace = await gateway.order("close_run", run="r", attempt=1)
-    assert (trace["calls"], trace["sampled_tokens"], trace["counted_tokens"]) == (3, *[3 * (len(ANSWER) + 1)] * 2)
-    assert len(trace["lineages"]) == 1
-    assert trace["interrupted_calls"] == 0
-
-
-async def test_killed_in_the_middle_of_a_stream_the_client_has_seen_nothing_that_it_cannot_retry(
-    gateway: GatewayProcess,
-) -> None:
-    base = await gateway.open("r")
-    gateway.engine.token_s = 0.02
-    async with anthropic.AsyncAnthropic(base_url=base, api_key="x", max_retries=8) as client:
-
-        async def streamed() -> str:
-            async with client.messages.stream(model="m", max_tokens=100, messages=[user("go")]) as stream:
-                return "".join([text async for text in stream.text_stream])
-
-        calling = asyncio.create_task(streamed())
-        await until(lambda: any(made >= 10 for made in gateway.engine.made.values()))
-        gateway.end(signal.SIGKILL)
-        await gateway.start()
-        assert await calling == ANSWER
-    trace = await gateway.order("close_run", run="r", attempt=1)
-    assert (trace["calls"], trace["sampled_tokens"]) == (1, len(ANSWER) + 1)
-
-
-async def test_a_restored_run_knows_its_answers_tool_calls_and_retries(gateway: GatewayProcess) -> None:
-    base = await gateway.open("r")
-    gateway.engine.script = lambda head: (
-        "done" if "<tool_response>" in head else '<tool_call>\n{"name": "bash", "arguments": {"a":  1.0}}\n</tool_call>'
-    )
     await gateway.open("idle")
-    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=8) as client:
-        first = await client.chat.completions.create(model="m", messages=[user("go")], tools=TOOLS)
-        gateway.end(signal.SIGKILL)
-        await gateway.start()
-        assert (await gateway.order("status"))["open_runs"] == 2
-        again = await client.chat.completions.create(model="m", messages=[user("go")], tools=TOOLS)
-        assert again == first
-        calls = first.choices[0].message.tool_calls
-        assert calls is not None
-        back = {"id": calls[0].id, "type": "function", "function": {"name": "bash", "arguments": '{"a":1}'}}
-        history = [
+    engine = gateway.engine
+    engine.script = script
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=10) as client:
+
+        async def call(*history: Any) -> Any:
+            return await client.chat.completions.create(model="m", messages=list(history), tools=TOOLS)
+
+        first = await call(user("go"))
+        named = first.choices[0].message.tool_calls[0].id
+        # As many harnesses send it back: the arguments are written anew.
+        back = {"id": named, "type": "function", "function": {"name": "bash", "arguments": '{"a":1}'}}
+        turn = [
             user("go"),
             {"role": "assistant", "content": None, "tool_calls": [back]},
-            {"role": "tool", "tool_call_id": calls[0].id, "content": "out"},
+            {"role": "tool", "tool_call_id": named, "content": "out"},
         ]
-        await client.chat.completions.create(model="m", messages=history, tools=TOOLS)
-    assert len(gateway.engine.requests) == 2
+        engine.held.clear()
+        # An unmodified client, with no more than its own retries.
+        calling = asyncio.create_task(call(*turn))
+        await until(lambda: bool(engine.live))
+        (left_over,) = engine.live
+        address = gateway.base_url
+        gateway.end(signal.SIGKILL)
+        engine.held.set()
+        await gateway.start()
+        assert gateway.base_url == address
+        assert (await calling).choices[0].message.content == ANSWER
+        assert "*" in engine.aborted
+        assert left_over not in engine.live
+        assert (await gateway.order("status"))["open_runs"] == 2
+        # A retry from before the death has the same answer, by the same names.
+        requests = len(engine.requests)
+        assert await call(user("go")) == first
+        assert len(engine.requests) == requests
+        await call(*turn, {"role": "assistant", "content": ANSWER}, user("on"))
     trace = await gateway.order("close_run", run="r", attempt=1)
-    assert (trace["calls"], len(trace["lineages"])) == (2, 1)
+    sampled = len(script("")) + 2 * len(ANSWER) + 3 - 2 * (len("<tool_call>") - 1) - 1  # a tag is one token
+    assert (trace["calls"], trace["sampled_tokens"], trace["counted_tokens"]) == (3, sampled, sampled)
+    assert len(trace["lineages"]) == 1
+    assert trace["interrupted_calls"] == 0
     # A closed run stays closed over the next death, and its trace is still to be had.
     gateway.end(signal.SIGKILL)
     await gateway.start()
@@ -186,23 +161,40 @@ async def test_a_restored_run_knows_its_answers_tool_calls_and_retries(gateway: 
     assert await gateway.order("close_run", run="r", attempt=1) == trace
 
 
-async def test_a_gateway_that_is_ended_lets_go_of_the_engine_and_its_harness_finds_the_next_one(
+async def test_killed_or_ended_in_the_middle_of_a_stream_the_client_has_seen_nothing_that_it_cannot_retry(
     gateway: GatewayProcess,
 ) -> None:
     base = await gateway.open("r")
-    gateway.engine.token_s = 0.02
-    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=8) as client:
-        calling = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("go")]))
-        await until(lambda: any(made >= 10 for made in gateway.engine.made.values()))
+    engine = gateway.engine
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="x", max_retries=10) as client:
+
+        async def streamed(text: str) -> str:
+            async with client.messages.stream(model="m", max_tokens=100, messages=[user(text)]) as stream:
+                return "".join([part async for part in stream.text_stream])
+
+        engine.token_s = 0.1
+        calling = asyncio.create_task(streamed("one"))
+        await until(lambda: any(made >= 5 for made in engine.made.values()))
+        gateway.end(signal.SIGKILL)
+        engine.token_s = 0
+        await gateway.start()
+        assert await calling == ANSWER
+
+        engine.token_s = 0.2
+        requests = len(engine.requests)
+        calling = asyncio.create_task(streamed("two"))
+        await until(
+            lambda: len(engine.requests) > requests and any(engine.made.get(rid, 0) >= 5 for rid in engine.live)
+        )
         await asyncio.to_thread(gateway.end, signal.SIGTERM)
         assert gateway.process is not None
         assert gateway.process.returncode == 0
-        await until(lambda: not gateway.engine.live)
-        gateway.engine.token_s = 0
+        await until(lambda: not engine.live)
+        engine.token_s = 0
         await gateway.start()
-        assert (await calling).choices[0].message.content == ANSWER
-    # The tokens so far were in the journal: the next gateway went on from them.
-    first, second = gateway.engine.requests
-    assert len(second["input_ids"]) >= len(first["input_ids"]) + 10
+        assert await calling == ANSWER
+    # Ended in order, the tokens so far were in the journal, and the next gateway went on from them.
+    first, second = engine.requests[requests:]
+    assert len(second["input_ids"]) >= len(first["input_ids"]) + 5
     trace = await gateway.order("close_run", run="r", attempt=1)
-    assert trace["sampled_tokens"] == len(ANSWER) + 1
+    assert (trace["calls"], trace["sampled_tokens"]) == (2, 2 * (len(ANSWER) + 1))

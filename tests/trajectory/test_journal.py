@@ -105,7 +105,7 @@ def test_writing_goes_on_after_a_torn_record_was_cut_off() -> None:
     assert read(kept + encode(LIFE[-1])).records == LIFE
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(segment(LIFE)) * 8 - 1))
 def test_a_flipped_bit_never_changes_a_record_that_is_returned(bit: int) -> None:
     data = bytearray(segment(LIFE))
@@ -122,6 +122,7 @@ def test_a_tail_that_was_never_written_is_cut(tail: bytes) -> None:
     assert read(data + tail) == (LIFE, len(data))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_at_all_are_read_without_an_error(data: bytes) -> None:
     for start in (b"", SEGMENT_HEADER):

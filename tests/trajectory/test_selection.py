@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.errors import BadInput
@@ -51,6 +51,7 @@ def test_j_max_below_one_is_refused() -> None:
         choose([], 0)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(list(LineageRole)), st.integers(0, 4)), max_size=12),
     st.integers(1, 6),

@@ -109,5 +109,5 @@ def config_path(config: str, base_dir: Path) -> Path | None:
     if config.startswith("builtin:"):
         from gyre.demo import builtin
 
-        return builtin.path(config)
+        return builtin.path("harness.config", config)
     return (base_dir / config).resolve()

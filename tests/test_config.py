@@ -1,0 +1,84 @@
+"""The job file: every fault is one line that names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gyre.config import JobFileError, JobSpec, load_job
+
+GOOD = """
+[job]
+name = "demo"
+steps = 3
+[model]
+path = "builtin:tiny"
+[tasks]
+source = "builtin:chores"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def faults(folder: Path, text: str) -> list[str]:
+    with pytest.raises(JobFileError) as error:
+        load_job(write(folder, text))
+    return error.value.faults
+
+
+def test_a_short_job_file_is_enough(tmp_path: Path) -> None:
+    spec = load_job(write(tmp_path, GOOD))
+    assert (spec.job.steps, spec.batch.group_size, spec.batch.j_max, spec.loss.kind) == (3, 16, 5, "gspo")
+
+
+def test_a_spec_survives_its_json(tmp_path: Path) -> None:
+    spec = load_job(write(tmp_path, GOOD + "[optimizer]\nbetas = [0.9, 0.98]\n"))
+    assert JobSpec.from_json(spec.to_json()) == spec
+
+
+def test_the_shipped_quickstart_is_valid() -> None:
+    spec = load_job(Path(__file__).parents[1] / "gyre/demo/quickstart.toml")
+    assert spec.job.name == "quickstart"
+
+
+def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert load_job(path, {"job.steps": 9, "job.seed": 4}).job.steps == 9
+    with pytest.raises(JobFileError, match=r"job\.steps: 0 is not allowed"):
+        load_job(path, {"job.steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("steps = 3", "steps = 0"), "job.steps: 0 is not allowed; input should be greater than or equal to 1"),
+        (("steps = 3", "steps = '3'"), "job.steps: '3' is not allowed; input should be a valid integer"),
+        (("steps = 3", ""), "job.steps: required, and not there"),
+        (('"demo"', '"De mo"'), "job.name: 'De mo' is not allowed; string should match pattern"),
+        (("steps = 3", "steps = 3\nstep = 4"), "job.step: no such key; allowed here: dir, name, seed, steps"),
+        (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, harness,"),
+        (("steps = 3", "steps = 3\n[loss]\nkind = 'ppo'"), "loss.kind: 'ppo' is not allowed; input should be 'gspo'"),
+        (("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"), "optimizer.betas.1: 1.0 is not allowed; input should be less than 1"),
+        (("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"), "limits.run_s: -1.0 is not allowed; input should be greater than 0"),
+    ],
+)
+def test_a_fault_is_one_line_that_names_key_value_and_allowed(tmp_path: Path, change: tuple[str, str], line: str) -> None:
+    found = faults(tmp_path, GOOD.replace(*change))
+    assert len(found) == 1
+    assert found[0].startswith(line)
+    assert "\n" not in found[0]
+
+
+def test_every_fault_is_named_not_only_the_first(tmp_path: Path) -> None:
+    assert len(faults(tmp_path, GOOD.replace("steps = 3", "steps = 0\nseed = -1\nx = 1"))) == 3
+
+
+def test_what_is_no_toml_and_what_is_no_file(tmp_path: Path) -> None:
+    assert faults(tmp_path, "[job\n")[0].startswith("is not TOML")
+    with pytest.raises(JobFileError, match="cannot be read"):
+        load_job(tmp_path / "absent.toml")
