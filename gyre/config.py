@@ -89,9 +89,10 @@ class CellsSection(Section):
 
 
 class BatchSection(Section):
-    groups: Positive = 8
-    """Groups of one optimizer step."""
-    group_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    groups: Annotated[int, Field(ge=1, le=100)] = 8
+    """Groups of one optimizer step; a step is published in one transaction of the store, which bounds them."""
+    group_size: Annotated[int, Field(ge=1, le=100)] = 16
+    """Runs of one task; a group is launched in one transaction."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 1
     """η: launched - consumed groups stay within (η + 1) * groups."""
     j_max: Positive = 5
@@ -144,7 +145,7 @@ class TelemetrySection(Section):
 
 
 class ServerSection(Section):
-    host: Literal["127.0.0.1", "::1", "localhost"] | str = "127.0.0.1"
+    host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The proxy's port; 0 takes a free one."""
 

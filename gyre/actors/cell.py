@@ -22,7 +22,6 @@ from gyre.actors.messages import (
     CellStatus,
     CoreLeaving,
     CoreLost,
-    CoreReady,
     DrainEngine,
     DrainReport,
     EngineRoute,
@@ -99,6 +98,7 @@ class CellActor(Actor):
         await self._turn(role.AuthoritativeVersion(snapshot.record.version))
         engine = await self._processes.adopt_engine(before.observed)
         if engine is None:
+            await self._close_left_route()
             await self._turn(role.EngineDied("not started yet"))
         else:
             self._watch(self._processes.engine, role.EngineDied)
@@ -129,8 +129,11 @@ class CellActor(Actor):
 
     @handles(CoreLost)
     async def on_core_lost(self, _: CoreLost) -> None:
-        """The core actor does not know any more what the replica holds: end it, a fresh one loads the snapshot."""
-        if self._processes.replica is not None:
+        """The core actor does not know any more what the replica holds: end it, a fresh one loads the snapshot.
+
+        One without parameters is spared: it loads them before it is of use, and its sums are dropped then.
+        """
+        if self._processes.replica is not None and self._state.replica_version >= 0:
             self._processes.replica.signal(9)
 
     @handles(_Heard)
@@ -182,12 +185,16 @@ class CellActor(Actor):
             case role.Refuse(reason):
                 site.say(f"{self._cell}: an order is refused: {reason}")
             case role.AllowClaims():
-                await self._allow_claims()
+                self._allow_claims()
             case role.StopClaims():
                 if self._claims is not None:
                     self._claims.leave()
             case role.AbandonClaims():
                 await self._abandon_claims()
+            case role.StopEngine():
+                await self._processes.stop_engine()
+            case role.StopReplica():
+                await self._processes.stop_replica()
             case role.RestartEngine():
                 self._begin(self._start_engine(), role.Stage.ENGINE)
             case role.RestartReplica():
@@ -273,9 +280,7 @@ class CellActor(Actor):
 
     # ------------------------------------------------------------------------------------------ claims
 
-    async def _allow_claims(self) -> None:
-        if self._cell == self._site.core_cell:
-            await self._site.core.ask(CoreReady(self._state.replica_version), ASK_S, Ok)
+    def _allow_claims(self) -> None:
         self._claims = Claims(
             self._site, self._cell, self._processes.replica_ref, self._state.replica_version, self._busy
         )
@@ -295,7 +300,7 @@ class CellActor(Actor):
         if self._claiming is not None:
             await asyncio.wait([self._claiming])
         if self._claims is not None:
-            await self._claims.ship()
+            await self._claims.ship_rest()
         if self._cell == self._site.core_cell:
             await self._site.core.ask(CoreLeaving(), STAGE_S, Ok)
 
@@ -303,13 +308,21 @@ class CellActor(Actor):
         if self._claiming is not None:
             self._claiming.cancel()
         self._claims = self._claiming = None
+        if self._cell == self._site.core_cell:
+            self._site.core.tell(CoreLeaving())
         await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
 
     # ------------------------------------------------------------------------------------------ what is told
 
     async def _route(self) -> None:
         route = EngineRoute(self._cell, self._processes.engine_url, self._state.engine_version, self._accepting)
-        await self._site.gateway.ask(RouteChanged(route), ASK_S, Ok)
+        await self._site.gateway.ask(RouteChanged(route), STAGE_S, Ok)
+
+    async def _close_left_route(self) -> None:
+        """The gateway may go by what an earlier life of ours told it, and that engine is to be ended."""
+        left = self._site.routes.get(self._cell)
+        if left is not None and left.accepting:
+            await self._site.gateway.ask(RouteChanged(replace(left, accepting=False)), STAGE_S, Ok)
 
     async def _report(self, now: Role) -> None:
         """Write the observed role beside the desired one, which may be a newer order meanwhile."""

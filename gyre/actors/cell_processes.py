@@ -25,10 +25,12 @@ from gyre.train.snapshot import snapshot_path
 ENGINE_START_S = 180.0
 REPLICA_START_S = 300.0
 REPLICA_S = 600.0
+ADOPT_S = 60.0
+"""For an adopted replica to end the micro-step that it is at."""
 POLL_S = 0.05
 END_GRACE_S = 5.0
 
-_SERVING = frozenset({Role.ROLLOUT, Role.DRAINING, Role.PENDING_WEIGHTS})
+_SERVING = frozenset({Role.ROLLOUT, Role.DRAINING})
 _RELEASED = frozenset({Role.LOADING, Role.TRAIN, Role.UNLOADING})
 
 
@@ -69,6 +71,12 @@ class CellProcesses:
         await self._remote.close()
         await self._forget_client()
 
+    async def _end(self, name: str) -> None:
+        """By the record of it, which also finds what an end or a start that was cut short has left."""
+        left = self._site.children.adopt().get(name)
+        if left is not None:
+            await left.end(END_GRACE_S)
+
     def snapshot(self, version: int) -> str:
         return str(snapshot_path(self._site.job.snapshots, version))
 
@@ -101,20 +109,18 @@ class CellProcesses:
             info = await client.info()
         except (OSError, ValueError, KeyError, GyreError):
             return None
-        if observed not in _SERVING | _RELEASED:
+        if observed not in _SERVING | _RELEASED | {Role.PENDING_WEIGHTS}:
             await client.close()
             return None
         self.engine_url, self._client = url, client
         self._site.say(f"adopted {self.engine_name} (pid {child.pid})")
-        released = observed in _RELEASED
-        return AdoptedEngine(-1 if released else info.version, released)
+        # One that was about to load weights may name a version that it does not hold.
+        return AdoptedEngine(info.version if observed in _SERVING else -1, observed in _RELEASED)
 
     async def start_engine(self, version: int) -> None:
         """End what is left of the engine and start it with snapshot `version`."""
         site, spec = self._site, self._site.spec
-        await self._forget_client()
-        if self.engine is not None:
-            await self.engine.end(END_GRACE_S)
+        await self.stop_engine()
         self._ready_file.unlink(missing_ok=True)
         argv = (
             *(sys.executable, "-m", "gyre.engine.local", "--model", self.snapshot(version), "--version", str(version)),
@@ -134,6 +140,12 @@ class CellProcesses:
             raise Unavailable(f"the engine was not ready within {ENGINE_START_S:g} s; see {log}") from None
         self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
         self._client = EngineClient(self.engine_url)
+
+    async def stop_engine(self) -> None:
+        """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""
+        await self._forget_client()
+        self.engine = None
+        await self._end(self.engine_name)
 
     async def release_engine(self) -> None:
         await self.client.release_memory()
@@ -155,6 +167,8 @@ class CellProcesses:
         self.replica = child
         try:
             await self._remote.ask(Ping(), 5.0, Ok)
+            # What it had claimed is unknown to us, and its memory may be the engine's now.
+            await self._remote.ask(Offload(), ADOPT_S, Ok)
         except GyreError:
             return False
         self._site.say(f"adopted {self.replica_name} (pid {child.pid})")
@@ -163,8 +177,7 @@ class CellProcesses:
     async def start_replica(self) -> None:
         """End what is left of the replica and start it; it holds no parameters yet."""
         site, spec = self._site, self._site.spec
-        if self.replica is not None:
-            await self.replica.end(END_GRACE_S)
+        await self.stop_replica()
         config = {
             "model_dir": str(site.model_dir),
             "loss": spec.loss.model_dump(mode="json"),
@@ -196,6 +209,11 @@ class CellProcesses:
                         await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise Unavailable(f"the replica was not ready within {REPLICA_START_S:g} s; see {log}") from None
+
+    async def stop_replica(self) -> None:
+        """End the replica, if there is one, as `stop_engine` does."""
+        self.replica = None
+        await self._end(self.replica_name)
 
     async def load_replica(self, version: int) -> int:
         ready = await self._remote.ask(LoadSnapshot(self.snapshot(version), version), REPLICA_S, Ready)

@@ -1,7 +1,8 @@
 """A cell's work in train: claim a micro-step, run it, and ship the gradient sums; the loop of DESIGN §8.
 
-Sums are shipped when there is nothing left to claim, so that a batch waits for nobody, and when the cell leaves. The
-core's ledger has the last word on every shipment: sums that it refuses are gone and their micro-steps wait again.
+Sums are shipped when there is nothing left to claim, so that a batch waits for nobody, and when the cell leaves. While
+the core's replica cannot take them they are kept and shipped later: it may be starting again. The core's ledger has the
+last word on every shipment: sums that it refuses are gone and their micro-steps wait again.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from gyre.actors.site import Site
 from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
 
-ASK_S = 30.0
+ASK_S = 600.0
+"""For an answer of the core actor, which may wait for its replica's turn."""
 MICRO_STEP_S = 3600.0
-SHIP_S = 120.0
+SHIP_S = 300.0
 IDLE_S = 0.2
 FAILED_S = 1.0
 TRIES = 5
+LAST_TRIES = 10
+"""Shipments that a cell tries before it leaves without having shipped."""
 
 
 class Claims:
@@ -52,6 +56,8 @@ class Claims:
         self._leaving = asyncio.Event()
         self._held = 0
         self._failures = 0
+        self._kept = False
+        """The last shipment was not taken; the sums are still ours."""
         self._metrics: dict[str, float] = {}
 
     def leave(self) -> None:
@@ -65,9 +71,9 @@ class Claims:
             if claim.work is not None:
                 await self._run(claim.work)
                 continue
-            await self.ship()
+            pause_s = IDLE_S if await self._ship() else FAILED_S
             try:
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(pause_s):
                     await self._leaving.wait()
             except TimeoutError:
                 continue
@@ -91,29 +97,51 @@ class Claims:
 
     async def _fail(self, reason: str) -> None:
         """What the replica holds cannot be told any more: forget it and let the micro-steps be done again."""
-        self._site.say(f"{reason}; its micro-steps are given back")
-        self._held = 0
-        self._metrics.clear()
-        await self._replica.ask(DropOwnSums(), ASK_S, Ok)
-        await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
+        await self._drop(reason)
         self._failures += 1
         if self._failures >= TRIES:
             self._site.scheduler.tell(JobFailed(f"{self._failures} micro-steps in a row failed: {reason}"))
         await asyncio.sleep(FAILED_S)
 
-    async def ship(self) -> None:
-        """Send the sums of what was run since the last time, if any, and have them merged."""
+    async def _drop(self, reason: str) -> None:
+        self._site.say(f"{reason}; its micro-steps are given back")
+        self._held, self._kept = 0, False
+        self._metrics.clear()
+        await self._replica.ask(DropOwnSums(), MICRO_STEP_S, Ok)
+        await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
+
+    async def ship_rest(self) -> None:
+        """Before the cell leaves: ship what is left, or give it back when nobody takes it."""
+        for _ in range(LAST_TRIES):
+            if await self._ship():
+                return
+            await asyncio.sleep(FAILED_S)
+        await self._drop(f"{self._cell} leaves and the core's replica does not take its sums")
+
+    async def _ship(self) -> bool:
+        """Send the sums of what was run since the last time, if any, and have them merged.
+
+        False: the core's replica does not take them now. They stay ours as long as the ledger lets us hold them.
+        """
         if not self._held:
-            return
+            return True
+        # A new name each time: a transfer whose answer was lost may lie staged, and is never merged.
         transfer = f"{self._cell}-{secrets.token_hex(6)}"
         core = "" if self._cell == self._site.core_cell else self._site.child_address(f"replica-{self._site.core_cell}")
-        metrics, self._metrics, self._held = self._metrics, {}, 0
         try:
             shipped = await self._replica.ask(ShipSums(core, transfer), SHIP_S, SumsShipped)
         except Unavailable:
             raise
         except GyreError as error:
-            await self._fail(f"the sums of {self._cell} could not be shipped ({error})")
-            return
-        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, metrics)
-        await self._site.core.ask(message, SHIP_S, Merged)
+            if not core:
+                await self._fail(f"the sums of {self._cell} could not be kept for the batch ({error})")
+                return True
+            if not self._kept:
+                self._site.say(f"the sums of {self._cell} are shipped later ({error})")
+            self._kept = True
+            return False
+        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, dict(self._metrics))
+        self._held, self._kept = 0, False
+        self._metrics.clear()
+        await self._site.core.ask(message, ASK_S, Merged)
+        return True

@@ -27,11 +27,11 @@ from gyre.actors.messages import (
     ClaimMicroStep,
     CoreLeaving,
     CoreLost,
-    CoreReady,
     DropSums,
     GetProgress,
     GiveBack,
     Lead,
+    JobFailed,
     Merged,
     MergeSums,
     MicroStep,
@@ -47,7 +47,7 @@ from gyre.actors.remote import RemoteRef, connect
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
-from gyre.ids import MicroStepId
+from gyre.ids import CellId, MicroStepId
 from gyre.sched.launch import batch_of, group_id
 from gyre.store.election import Verdict, fenced_txn, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compare
@@ -55,7 +55,6 @@ from gyre.store.records import (
     GroupRecord,
     GroupState,
     JobRecord,
-    JobState,
     Purpose,
     RunRecord,
     SnapshotRecord,
@@ -67,7 +66,8 @@ from gyre.train.ledger import Ledger
 from gyre.train.snapshot import keep_newest, snapshot_path
 from gyre.wire import record
 
-ASK_S = 30.0
+REPLICA_S = 600.0
+"""For a short order to the core's replica, which may be in the middle of a micro-step."""
 STEP_S = 600.0
 STEP_TRIES = 3
 KEEP_SNAPSHOTS = 4
@@ -111,6 +111,16 @@ class _Batch:
         return len(self.ledger.restart())
 
 
+@dataclass(frozen=True)
+class _Stepping:
+    """The optimizer step under way, and what its batch came to when it was ordered."""
+
+    losses: int
+    micro_steps: int
+    cells: tuple[CellId, ...]
+    metrics: Counter[str]
+
+
 class CoreActor(Actor):
     """Owns the ledger of the batch in preparation, and the authority over the snapshot."""
 
@@ -122,7 +132,11 @@ class CoreActor(Actor):
         self._ready = False
         self._fresh = True
         """The core's replica may still hold sums of a batch that this actor knows nothing of."""
-        self._stepping = False
+        self._losses = 0
+        """Times that the sums in the core's replica were lost: what was asked of it before says nothing after."""
+        self._replica_turn = asyncio.Lock()
+        self._merging = False
+        self._stepping: _Stepping | None = None
         self._stepped = asyncio.Event()
         self._failures = 0
         self._train_tokens = 0.0
@@ -208,31 +222,47 @@ class CoreActor(Actor):
 
     # ------------------------------------------------------------------------------------------ cells at work
 
-    @handles(ClaimMicroStep)
+    @handles(ClaimMicroStep, concurrent=True)
     async def claim(self, message: ClaimMicroStep) -> Claim:
+        """A micro-step, if one waits. A claim of the core cell says that its replica is there, with that version."""
         batch = self._batch
-        if batch is None or message.version != batch.ledger.version or self._fresh:
+        if batch is None or message.version != batch.ledger.version:
+            return Claim(None)
+        if message.cell == self._site.core_cell and not self._ready:
+            await self._take_up(batch)
+        if self._fresh or self._batch is not batch:
             return Claim(None)
         work = batch.ledger.claim(message.cell, self.now_s, self._site.spec.batch.claim_s)
         if work is not None:
             self._site.scheduler.tell(Progressed())
         return Claim(work)
 
-    @handles(SumsStaged)
+    @handles(SumsStaged, concurrent=True)
     async def staged(self, message: SumsStaged) -> Merged:
-        batch = self._batch
-        assert batch is not None
         assert self._replica is not None
-        why = batch.ledger.refusal(message.transfer, message.cell, message.micro_steps, message.version)
-        if not batch.ledger.shipped(message.transfer, message.cell, message.micro_steps, message.version):
-            self._site.say(f"sums of {message.cell} are refused: {why}")
-            return Merged(False)
-        try:
-            await self._replica.ask(MergeSums(message.transfer), ASK_S, Ok)
-        except GyreError as error:
-            # Whether it was merged cannot be known: all sums of the batch are taken back and made anew.
-            self._restart_batch(f"the core's replica did not merge ({error})")
-            return Merged(False)
+        async with self._replica_turn:
+            batch, losses = self._batch, self._losses
+            assert batch is not None
+            if self._fresh:  # the core's replica has lost what was staged, or will drop it
+                batch.ledger.forfeit(message.cell)
+                return Merged(False)
+            why = batch.ledger.refusal(message.transfer, message.cell, message.micro_steps, message.version)
+            if not batch.ledger.shipped(message.transfer, message.cell, message.micro_steps, message.version):
+                self._site.say(f"sums of {message.cell} are refused: {why}")
+                return Merged(False)
+            self._merging = True
+            try:
+                await self._replica.ask(MergeSums(message.transfer), REPLICA_S, Ok)
+            except GyreError as error:
+                # Whether it was merged cannot be known: all sums of the batch are taken back and made anew.
+                if losses == self._losses:
+                    self._lose(f"the core's replica did not merge ({error})")
+                    self.task(self._clear(self._losses))
+                return Merged(False)
+            finally:
+                self._merging = False
+            if losses != self._losses:  # merged, and lost since
+                return Merged(False)
         batch.merged.update(message.micro_steps)
         batch.metrics.update(message.metrics)
         self._train_tokens += message.metrics.get("tokens_count", 0.0)
@@ -261,41 +291,48 @@ class CoreActor(Actor):
 
     # ------------------------------------------------------------------------------------------ the core's replica
 
-    @handles(CoreReady)
-    async def core_ready(self, message: CoreReady) -> Ok:
-        batch = self._batch
-        assert batch is not None
+    async def _take_up(self, batch: _Batch) -> None:
+        """The core cell is in train and its replica holds the batch's version: from now on it can step."""
         assert self._replica is not None
-        if message.version == batch.ledger.version:
+        async with self._replica_turn:
+            losses = self._losses
             if self._fresh:
-                await self._replica.ask(DropSums(), ASK_S, Ok)
-                self._fresh = False
-            self._ready = True
-            await self._step_if_due()
-        return Ok()
+                await self._replica.ask(DropSums(), REPLICA_S, Ok)
+            if losses != self._losses or self._batch is not batch:
+                return
+            self._ready, self._fresh = True, False
+        await self._step_if_due()
 
     @handles(CoreLeaving, concurrent=True)
     async def core_leaving(self, _: CoreLeaving) -> Ok:
-        while self._stepping:
+        while self._stepping is not None:
             await self._stepped.wait()
         self._ready = False
         return Ok()
 
     @handles(CoreLost)
     async def core_lost(self, _: CoreLost) -> None:
-        self._ready, self._fresh = False, True
-        if self._batch is not None:
-            lost = self._batch.restart()
-            if lost:
-                self._site.say(f"the core's replica died with {lost} merged micro-steps; they are done again")
+        self._lose("the core's replica died")
 
-    def _restart_batch(self, reason: str) -> None:
-        """What the core's replica holds is not known any more: end it, and do the batch's micro-steps again."""
-        self._site.say(f"{reason}; the batch of step {self._batch.ledger.step if self._batch else 0} is done again")
-        self._site.cell(self._site.core_cell).tell(CoreLost())
+    def _lose(self, reason: str) -> None:
+        """What was merged is gone, or cannot be told: the batch's micro-steps are done again."""
+        self._losses += 1
         self._ready, self._fresh = False, True
-        if self._batch is not None:
-            self._batch.restart()
+        lost = self._batch.restart() if self._batch is not None else 0
+        if lost:
+            self._site.say(f"{reason}; {lost} merged micro-steps are done again")
+
+    async def _clear(self, losses: int) -> None:
+        """Have the core's replica drop all sums, so that the batch can begin again; end one that does not."""
+        assert self._replica is not None
+        async with self._replica_turn:
+            if losses != self._losses:
+                return
+            try:
+                await self._replica.ask(DropSums(), REPLICA_S, Ok)
+            except GyreError as error:
+                self._site.say(f"the core's replica does not drop its sums ({error}); it is ended")
+                self._site.cell(self._site.core_cell).tell(CoreLost())
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -306,7 +343,9 @@ class CoreActor(Actor):
 
     def _step_due(self) -> bool:
         batch, steps = self._batch, self._site.spec.job.steps
-        return batch is not None and batch.ledger.complete and batch.ledger.step <= steps and not self._stepping
+        if batch is None or self._merging or self._stepping is not None:
+            return False
+        return batch.ledger.complete and batch.ledger.step <= steps
 
     async def _step_if_due(self) -> None:
         batch = self._batch
@@ -315,14 +354,15 @@ class CoreActor(Actor):
         self._site.scheduler.tell(Progressed())
         scored = sum(made.scored_runs for made in batch.plans.values())
         if scored == 0:
-            await self._fail("no run of the batch could be scored; see the runs' reasons in the log")
+            reason = "no run of the batch could be scored; see the runs' reasons in the log"
+            self._site.scheduler.tell(JobFailed(reason))
             return
         if not self._ready or self._token == 0:
             return
         assert self._replica is not None
-        self._stepping = True
-        self._stepped.clear()
         ledger, spec = batch.ledger, self._site.spec
+        self._stepping = _Stepping(self._losses, ledger.total, ledger.cells, Counter(batch.metrics))
+        self._stepped.clear()
         order = OptimizerStep(
             step=ledger.step,
             version=ledger.version + 1,
@@ -334,12 +374,22 @@ class CoreActor(Actor):
 
     @handles(_StepFailed)
     async def step_failed(self, message: _StepFailed) -> None:
-        self._end_step()
+        assert self._stepping is not None
         self._failures += 1
         if self._failures >= STEP_TRIES:
-            await self._fail(f"the optimizer step failed {self._failures} times: {message.reason}")
-        else:
-            self._restart_batch(f"the optimizer step failed ({message.reason})")
+            reason = f"the optimizer step failed {self._failures} times: {message.reason}"
+            self._site.scheduler.tell(JobFailed(reason))
+        self._give_up_step(f"the optimizer step failed ({message.reason})")
+
+    def _give_up_step(self, reason: str) -> None:
+        """The parameters in the core's replica may be half way: it is ended, and the batch begins again."""
+        assert self._stepping is not None
+        if self._stepping.losses == self._losses:
+            self._lose(reason)
+            self._site.cell(self._site.core_cell).tell(CoreLost())
+        else:  # it died, which was heard of before
+            self._site.say(reason)
+        self._end_step()
 
     @handles(StepDone)
     async def step_done(self, done: StepDone) -> None:
@@ -347,10 +397,14 @@ class CoreActor(Actor):
         site, batch, old = self._site, self._batch, self._snapshot
         assert batch is not None
         assert old is not None
+        assert self._stepping is not None
         path = snapshot_path(site.job.snapshots, done.version)
         record = SnapshotRecord(done.version, done.digest, str(path))
-        step = self._step_record(batch, done)
+        step = self._step_record(batch, self._stepping, done)
         while True:
+            if self._token == 0:
+                self._give_up_step(f"step {step.step} was taken and there is no leader to publish it")
+                return
             job = await site.store.get(site.keys.job, JobRecord)
             assert job is not None
             consumed = replace(
@@ -369,8 +423,7 @@ class CoreActor(Actor):
                 break
             now = await site.store.get(site.keys.snapshot, SnapshotRecord)
             if outcome is Verdict.DEPOSED or now is None or now.mod_revision != old.mod_revision:
-                self._end_step()
-                self._restart_batch("another leader has published meanwhile")
+                self._give_up_step(f"step {step.step} was taken and another leader has published meanwhile")
                 return
         self._failures = 0
         site.say(
@@ -378,7 +431,7 @@ class CoreActor(Actor):
         )
         published = await site.store.get(site.keys.snapshot, SnapshotRecord)
         assert published is not None
-        self._ready, self._fresh = False, False
+        self._ready, self._fresh = False, self._stepping.losses != self._losses
         await self._begin(published)
         self._end_step()
         keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)
@@ -388,7 +441,7 @@ class CoreActor(Actor):
             site.cell(cell).tell(authority)
         site.scheduler.tell(Progressed())
 
-    def _step_record(self, batch: _Batch, done: StepDone) -> StepRecord:
+    def _step_record(self, batch: _Batch, stepping: _Stepping, done: StepDone) -> StepRecord:
         plans = [batch.plans[index] for index in sorted(batch.plans)]
         scored = sum(made.scored_runs for made in plans)
         return StepRecord(
@@ -398,9 +451,9 @@ class CoreActor(Actor):
             scored_runs=scored,
             mean_reward=sum(made.reward_sum for made in plans) / scored,
             counted_tokens=sum(made.counted_tokens for made in plans),
-            micro_steps=batch.ledger.total,
-            cells=batch.ledger.cells,
-            metrics=step_metrics(batch.metrics, done.metrics, scored)
+            micro_steps=stepping.micro_steps,
+            cells=stepping.cells,
+            metrics=step_metrics(stepping.metrics, done.metrics, scored)
             | {
                 "max_lag": float(max(made.max_lag for made in plans)),
                 "withheld_tokens": float(sum(made.withheld_tokens for made in plans)),
@@ -409,18 +462,8 @@ class CoreActor(Actor):
         )
 
     def _end_step(self) -> None:
-        self._stepping = False
+        self._stepping = None
         self._stepped.set()
-
-    async def _fail(self, reason: str) -> None:
-        """The job cannot go on: say so in its record. The node ends it."""
-        site = self._site
-        site.say(f"the job fails: {reason}")
-        job = await site.store.get(site.keys.job, JobRecord)
-        assert job is not None
-        failed = replace(job.record, state=JobState.FAILED, reason=reason, active_s=site.active_s())
-        if self._token:
-            await site.store.commit(fenced_txn(site.keys, self._token, puts=(put_record(site.keys.job, failed),)))
 
     # ------------------------------------------------------------------------------------------ how it stands
 
@@ -437,7 +480,7 @@ class CoreActor(Actor):
             untrained_tokens=sum(work.tokens for work in untrained),
             merged_micro_steps=ledger.merged,
             micro_steps=ledger.total,
-            step_due=self._step_due() or self._stepping,
+            step_due=self._step_due() or self._stepping is not None,
             train_tokens_s=self._train_tokens / self._train_s if self._train_s > 0 else 0.0,
         )
 

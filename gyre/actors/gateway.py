@@ -20,7 +20,6 @@ from gyre.actors.messages import (
     CloseRun,
     DrainEngine,
     DrainReport,
-    EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
     JobFailed,
@@ -34,8 +33,7 @@ from gyre.actors.remote import RemoteRef, connect
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
-from gyre.errors import Unavailable
-from gyre.ids import CellId, RunId
+from gyre.errors import GyreError, Refused, Unavailable
 from gyre.store.records import SnapshotRecord
 from gyre.trajectory.records import RunTrace
 from gyre.wire import record
@@ -45,10 +43,14 @@ T = TypeVar("T")
 CHILD = "gateway"
 START_S = 120.0
 ASK_S = 30.0
+TELL_S = 300.0
+"""For a route to be told, the gateway's restart included."""
 DRAIN_S = 120.0
 CLOSE_S = 300.0
 RETRY_S = 0.2
 RESTART_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+START_TRIES = 5
 BAD_INPUT = 2
 """The exit code of a process that was told something it cannot go by: a port in use, a model it cannot read."""
 
@@ -56,6 +58,7 @@ BAD_INPUT = 2
 @record("gateway.died")
 @dataclass(frozen=True)
 class _Died:
+    pid: int
     status: str
 
 
@@ -65,9 +68,9 @@ class GatewayActor(Actor):
         self._remote: RemoteRef = connect(site.child_address(CHILD), site.secret)
         self._child: Child | None = None
         self._up = asyncio.Event()
+        self._deaths = 0
+        """In a row, without one life between in which it answered."""
         self._version = -1
-        self._routes: dict[CellId, EngineRoute] = {}
-        self._runs: dict[RunId, OpenRun] = {}
         self._telling = asyncio.Lock()
 
     async def pre_start(self) -> None:
@@ -77,8 +80,7 @@ class GatewayActor(Actor):
         child = self._site.children.adopt().get(CHILD)
         if child is not None and child.alive:
             self._site.say(f"adopted the gateway (pid {child.pid})")
-            self._watch(child)
-            await self._introduce()
+            self._follow(child)
         else:
             await self._start()
 
@@ -110,16 +112,16 @@ class GatewayActor(Actor):
             str(site.job.secret_file),
             json.dumps(config),
         )
-        child = await site.children.start(ChildSpec(CHILD, argv, log=site.job.logs / "gateway.log"))
-        self._watch(child)
-        await self._introduce()
+        self._follow(await site.children.start(ChildSpec(CHILD, argv, log=site.job.logs / "gateway.log")))
 
-    def _watch(self, child: Child) -> None:
+    def _follow(self, child: Child) -> None:
+        """Hear of its end, and tell it what it must know as soon as it answers."""
         self._child = child
-        self.task(child.wait(), lambda status: _Died(str(status)))
+        self.task(child.wait(), lambda status: _Died(child.pid, str(status)))
+        self.task(self._introduce(child))
 
-    async def _introduce(self) -> None:
-        """Until it answers, then tell it all it must know."""
+    async def _introduce(self, child: Child) -> None:
+        """Until it answers, then tell it all it must know. One that does not answer is ended: its end is heard of."""
         try:
             async with asyncio.timeout(START_S):
                 while True:
@@ -127,30 +129,48 @@ class GatewayActor(Actor):
                         await self._remote.ask(Ping(), ASK_S, Ok)
                         break
                     except Unavailable:
-                        if self._child is not None and not self._child.alive:
-                            return  # _Died is on its way
+                        if not child.alive:
+                            return
                         await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            raise Unavailable(
-                f"the gateway did not answer within {START_S:g} s; see {self._site.job.logs / 'gateway.log'}"
-            ) from None
+            self._site.say(f"the gateway (pid {child.pid}) did not answer within {START_S:g} s; it is ended")
+            child.signal(9)
+            return
+        self._deaths = 0
         self._up.set()
         try:
-            await self._tell_routes()
-            for run in list(self._runs.values()):
-                await self._remote.ask(run, ASK_S, Ok)
+            if self._site.routes:  # else it goes by what it was told by an earlier gyred until the cells have spoken
+                await self._tell_routes(ASK_S)
+            for run in list(self._site.open_runs.values()):
+                await self._let_in(run)
+        except Unavailable:  # it has died again, which is heard of
+            return
+
+    async def _let_in(self, run: OpenRun) -> None:
+        try:
+            await self._remote.ask(run, ASK_S, Ok)
         except Unavailable:
-            self._up.clear()
+            raise
+        except GyreError as error:  # it was closed just before, or its journal cannot be written: its own actor is told
+            self._site.say(f"{run.run}: the gateway does not let it in again: {error}")
 
     @handles(_Died)
     async def on_died(self, message: _Died) -> None:
         self._up.clear()
-        if self._child is not None and (status := self._child.exit) is not None and status.code == BAD_INPUT:
-            log = self._site.job.logs / "gateway.log"
-            self._site.scheduler.tell(JobFailed(f"the gateway cannot run; the end of {log} says why: {last_line(log)}"))
+        self._deaths += 1
+        site, log = self._site, self._site.job.logs / "gateway.log"
+        if site.stopping:
             return
-        self._site.say(f"the gateway ended ({message.status}); starting it again on the same port")
-        await asyncio.sleep(RESTART_PAUSE_S)
+        if self._child is not None and (status := self._child.exit) is not None and status.code == BAD_INPUT:
+            site.scheduler.tell(JobFailed(f"the gateway cannot run; the end of {log} says why: {last_line(log)}"))
+            return
+        if self._deaths > START_TRIES:
+            site.scheduler.tell(
+                JobFailed(f"the gateway ended {self._deaths} times before it answered ({message.status}); see {log}")
+            )
+            return
+        site.say(f"the gateway (pid {message.pid}) ended: {message.status}; starting it again on the same port")
+        await asyncio.sleep(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (self._deaths - 1)))
         await self._start()
 
     async def _ask(self, message: object, deadline_s: float, reply: type[T]) -> T:
@@ -170,25 +190,24 @@ class GatewayActor(Actor):
 
     # ------------------------------------------------------------------------------------------ routes
 
-    async def _tell_routes(self) -> None:
+    async def _tell_routes(self, deadline_s: float) -> None:
+        """The routes as they are when it is our turn, so that no older ones are told after newer ones."""
         async with self._telling:
-            await self._remote.ask(SetRoutes(self._version, tuple(self._routes.values())), ASK_S, Ok)
+            await self._ask(SetRoutes(self._version, tuple(self._site.routes.values())), deadline_s, Ok)
 
     @handles(RouteChanged, concurrent=True)
     async def route_changed(self, message: RouteChanged) -> Ok:
-        self._routes[message.route.cell] = message.route
-        async with self._telling:
-            await self._ask(SetRoutes(self._version, tuple(self._routes.values())), ASK_S, Ok)
+        self._site.routes[message.route.cell] = message.route
+        await self._tell_routes(TELL_S)
         if message.route.accepting:
             self._site.serving.set()
         return Ok()
 
     @handles(Authority, concurrent=True)
-    async def authority(self, message: Authority) -> Ok:
+    async def authority(self, message: Authority) -> None:
         self._version = max(self._version, message.version)
-        async with self._telling:
-            await self._ask(SetRoutes(self._version, tuple(self._routes.values())), ASK_S, Ok)
-        return Ok()
+        if self._site.routes:
+            await self._tell_routes(TELL_S)
 
     @handles(DrainEngine, concurrent=True)
     async def drain(self, message: DrainEngine) -> DrainReport:
@@ -198,14 +217,22 @@ class GatewayActor(Actor):
 
     @handles(OpenRun, concurrent=True)
     async def open_run(self, message: OpenRun) -> Ok:
-        self._runs[message.run] = message
-        return await self._ask(message, ASK_S, Ok)
+        answer = await self._ask(message, ASK_S, Ok)
+        self._site.open_runs[message.run] = message
+        return answer
 
     @handles(CloseRun, concurrent=True)
     async def close_run(self, message: CloseRun) -> RunTrace:
-        trace = await self._ask(message, CLOSE_S, RunTrace)
-        self._runs.pop(message.run, None)
-        return trace
+        """The run's trace; an empty one for an attempt that the gateway has never let in."""
+        try:
+            return await self._ask(message, CLOSE_S, RunTrace)
+        except Refused as error:
+            self._site.say(f"{message.run}: {error}")
+            return RunTrace(message.run, message.attempt, 0, 0, 0, 0, (), 0, 0, 0, 0.0, "")
+        finally:
+            opened = self._site.open_runs.get(message.run)
+            if opened is not None and opened.attempt <= message.attempt:
+                del self._site.open_runs[message.run]
 
     @handles(GetGatewayStatus, concurrent=True)
     async def status(self, message: GetGatewayStatus) -> GatewayStatus:

@@ -455,14 +455,6 @@ class GiveBack:
     cell: CellId
 
 
-@record("core_ready")
-@dataclass(frozen=True)
-class CoreReady:
-    """The core cell is in train and its replica holds `version`, with no sums of an unfinished batch in it. -> Ok."""
-
-    version: int
-
-
 @record("core_leaving")
 @dataclass(frozen=True)
 class CoreLeaving:

@@ -22,6 +22,8 @@ class Mirror(Generic[T]):
         self._cls = cls
         self._suffix = suffix
         self.items: dict[str, Versioned[T]] = {}
+        self.dropped: set[str] = set()
+        """Keys whose records are over: they change no more, and nobody has to walk over them again."""
 
     @property
     def records(self) -> list[T]:
@@ -30,13 +32,20 @@ class Mirror(Generic[T]):
     def put(self, item: Versioned[T]) -> None:
         """Take what a transaction of our own has just written, before the watch brings it."""
         known = self.items.get(item.key)
+        if item.key in self.dropped:
+            return
         if known is None or known.mod_revision < item.mod_revision:
             self.items[item.key] = item
+
+    def drop(self, key: str) -> None:
+        """Hold this record no more, whatever the watch brings."""
+        self.items.pop(key, None)
+        self.dropped.add(key)
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         while True:
             listing = await self._store.range(self._prefix, self._cls, suffix=self._suffix)
-            self.items = {item.key: item for item in listing.items}
+            self.items = {item.key: item for item in listing.items if item.key not in self.dropped}
             on_change()
             try:
                 async with aclosing(

@@ -50,6 +50,8 @@ from gyre.trajectory.records import Lineage
 T = TypeVar("T")
 
 PEER_S = 60.0
+GATEWAY_S = 300.0
+RETRY_S = 0.2
 
 
 class ReplicaActor(Actor):
@@ -94,10 +96,7 @@ class ReplicaActor(Actor):
             wanted.setdefault((item.run, item.attempt), []).append(item.index)
         found: dict[tuple[RunId, int, int], Lineage] = {}
         for (run, attempt), indices in wanted.items():
-            try:
-                answer = await self._peer(gateway).ask(GetLineages(run, attempt, tuple(indices)), PEER_S, Lineages)
-            except Unavailable as error:  # the asker must not take the gateway's absence for ours
-                raise Refused(f"the lineages of {run} are not to be had: {error}") from error
+            answer = await self._ask_gateway(gateway, GetLineages(run, attempt, tuple(indices)))
             for lineage in answer.lineages:
                 found[run, attempt, lineage.index] = lineage
 
@@ -108,6 +107,18 @@ class ReplicaActor(Actor):
             return lineage
 
         return [pick(item) for item in work.lineages]
+
+    async def _ask_gateway(self, gateway: str, message: GetLineages) -> Lineages:
+        """One that is gone is asked again: its node starts it anew."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + GATEWAY_S
+        while True:
+            try:
+                return await self._peer(gateway).ask(message, PEER_S, Lineages)
+            except Unavailable as error:
+                if loop.time() > until_s:  # the asker must not take the gateway's absence for ours
+                    raise Refused(f"the lineages of {message.run} are not to be had: {error}") from error
+            await asyncio.sleep(RETRY_S)
 
     @handles(ShipSums)
     async def ship(self, message: ShipSums) -> SumsShipped:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from gyre.actors.messages import GatewayStatus
+from gyre.actors.messages import EngineRoute, GatewayStatus, OpenRun
 from gyre.actors.runtime import LocalRef
 from gyre.children import Children
 from gyre.config import JobSpec
 from gyre.harness.confine import Sandbox
 from gyre.harness.launch import Launcher
 from gyre.harness.tasks import Task, TaskSource
-from gyre.ids import CellId, NodeId
+from gyre.ids import CellId, NodeId, RunId
 from gyre.jobdir import JobDir
 from gyre.store.records import Keys, Purpose
 from gyre.store.typed import TypedStore
@@ -61,8 +61,14 @@ class Site:
         log.info("%s", line)
         self.events.append(f"{time.strftime('%H:%M:%S')} {line}")
 
+    routes: dict[CellId, EngineRoute] = field(default_factory=dict[CellId, EngineRoute])
+    """How each engine may be used, as its cell last told; kept here so that it outlives the gateway's actor."""
+    open_runs: dict[RunId, OpenRun] = field(default_factory=dict[RunId, OpenRun])
+    """The runs that the gateway was told to let in and not yet to close; kept here for the same reason."""
     serving: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an engine has been open to the gateway: from then on a run's clock may start."""
+    """Set when an engine has been open to the gateway."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an engine serves and the harness is warm: from then on a run's clock may start."""
     stopping: bool = False
     """The job was told to end: what ends from now on ends because of that."""
     gateway_status: GatewayStatus | None = None

@@ -30,7 +30,7 @@ h2 { font-size:16px; margin:36px 0 10px } p.sub { color:var(--soft); margin:0 0 
   font-variant-numeric:tabular-nums } .card span { color:var(--soft); font-size:12.5px }
 svg { width:100%; height:auto; display:block } svg text { fill:var(--soft); font:11.5px system-ui,sans-serif }
 table { border-collapse:collapse; width:100%; font-size:13px; font-variant-numeric:tabular-nums }
-th,td { text-align:right; padding:5px 8px; border-bottom:1px solid var(--line) } th:first-child,td:first-child { text-align:left }
+th,td { text-align:right; padding:5px 8px; border-bottom:1px solid var(--line); white-space:nowrap } td.wide { white-space:normal } th:first-child,td:first-child { text-align:left }
 th { color:var(--soft); font-weight:500 } .key { display:inline-block; width:10px; height:10px; border-radius:3px; margin:0 5px 0 14px }
 """
 
@@ -190,7 +190,7 @@ def _steps_table(steps: Sequence[StepRecord]) -> str:
     head = "<tr><th>step<th>mean reward<th>runs<th>tokens trained<th>micro-steps<th>cells<th>loss<th>grad norm<th>clip fraction</tr>"
     rows = [
         f"<tr><td>{s.step}<td>{s.mean_reward:.3f}<td>{s.scored_runs}<td>{s.counted_tokens:,}<td>{s.micro_steps}"
-        f"<td>{escape(' '.join(s.cells))}<td>{s.metrics.get('loss', 0.0):.4f}<td>{s.metrics.get('grad_norm', 0.0):.3f}"
+        f"<td>{escape(' '.join(s.cells))}<td>{s.metrics.get('loss', 0.0) + 0.0:.1e}<td>{s.metrics.get('grad_norm', 0.0):.3f}"
         f"<td>{s.metrics.get('clip_fraction', 0.0):.3f}</tr>"
         for s in steps
     ]
@@ -204,7 +204,7 @@ def _switch_table(switches: Sequence[SwitchRecord], begin: float) -> str:
         stages = ", ".join(f"{stage.stage} {stage.seconds * 1000:.0f} ms" for stage in s.stages)
         rows.append(
             f"<tr><td>{escape(s.cell)}<td>{s.started_unix_s - begin:.1f} s<td>{s.start.value} → {s.end.value}"
-            f"<td>{(s.ended_unix_s - s.started_unix_s) * 1000:.0f} ms<td>{escape(stages)}<td>{s.moved_requests}"
+            f"<td>{(s.ended_unix_s - s.started_unix_s) * 1000:.0f} ms<td class=wide>{escape(stages)}<td>{s.moved_requests}"
             f"<td>{s.moved_blocks}<td>{s.max_silence_s * 1000:.0f} ms</tr>"
         )
     return f"<table>{head}{''.join(rows)}</table>"

@@ -34,7 +34,7 @@ _REQUEST_BYTES = 16 << 20
 
 def main() -> NoReturn:
     folder, name, entry_point, preload = sys.argv[1:]
-    entry = _load(entry_point)
+    entry = load_entry_point(entry_point)
     Preload.read(preload).load()
     gc.collect()
     gc.freeze()
@@ -178,7 +178,8 @@ def _wake_only(number: int, frame: object) -> None:
     """The wake-up pipe does the work; a handler has to be there for it to be written."""
 
 
-def _load(entry_point: str) -> Callable[[], object]:
+def load_entry_point(entry_point: str) -> Callable[[], object]:
+    """The function that `module:function` names."""
     module, _, attribute = entry_point.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

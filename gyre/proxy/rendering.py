@@ -6,11 +6,14 @@ costs their memory. What was sampled is never rendered again: a next prompt is t
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 from gyre.errors import BadInput
 from gyre.proxy.conversation import Message, Speaker, ToolCall
@@ -46,15 +49,16 @@ class Rendering:
     """The model's text form. `thinking` asks for prompts in which the model may think."""
 
     def __init__(self, model_dir: Path, renderer: str = "auto", *, thinking: bool = False) -> None:
-        from renderers import create_renderer, template_field_names
-
         self._tokenizer = _Tokenizer(model_dir)
-        config = _renderer_config(_family(model_dir, renderer))
+        library = _renderers()
+        config = _renderer_config(library, _family(model_dir, renderer))
         asked: dict[str, Any] = {"thinking_retention": "all"}
-        if "enable_thinking" in template_field_names(config):
+        if "enable_thinking" in library.template_field_names(config):
             asked["enable_thinking"] = thinking
         try:
-            self._renderer = create_renderer(cast(Any, self._tokenizer), type(config)(**asked))
+            # By name, since `create_renderer` would import every family.
+            family = getattr(library, type(config).__name__.removesuffix("Config"))
+            self._renderer: Any = family(self._tokenizer, type(config)(**asked))
         except (AssertionError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise BadInput("model.renderer", config.name, f"it does not fit the model's tokenizer: {reason}") from error
@@ -131,7 +135,7 @@ class Rendering:
             return ParsedOutput(text=self.decode(ids), reasoning="", tool_calls=())
         text, calls = parsed.content, list[tuple[str, str]]()
         for call in parsed.tool_calls:
-            name, arguments = cast(Any, call.name), _arguments(call.arguments)
+            name, arguments = call.name, _arguments(call.arguments)
             if call.status == "ok" and isinstance(name, str) and name and arguments is not None:
                 calls.append((name, arguments))
             else:
@@ -190,12 +194,32 @@ def _family(model_dir: Path, renderer: str) -> str:
     return family
 
 
-def _renderer_config(family: str) -> Any:
-    from renderers import config_from_name
+def _renderers() -> Any:
+    """The library without its client for inference servers, which nothing here uses.
 
+    The client brings the whole `openai` package: two thirds of the import's time, which a harness waits for when a
+    gateway is started again, and 40 MB.
+    """
+    if "renderers" not in sys.modules and "renderers.client" not in sys.modules:
+        stand_in = ModuleType("renderers.client")
+        stand_in.__dict__["__getattr__"] = _nothing
+        sys.modules["renderers.client"] = stand_in
+        try:
+            return importlib.import_module("renderers")
+        finally:
+            del sys.modules["renderers.client"]
+    return importlib.import_module("renderers")
+
+
+def _nothing(name: str) -> type:
+    """Stands for whatever is asked of the client that is left out."""
+    return type(name, (Exception,), {})
+
+
+def _renderer_config(library: Any, family: str) -> Any:
     if family != "default":
         try:
-            config = config_from_name(family)
+            config = library.config_from_name(family)
         except (KeyError, ValueError):
             config = None
         if config is not None:

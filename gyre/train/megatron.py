@@ -190,8 +190,10 @@ class AdamW:
         }
 
     def take(self, moments: Mapping[str, Tensor]) -> None:
-        """Go on from what `moments` gave. Raises KeyError when it lacks a parameter."""
+        """Go on from what `moments` gave (nothing, before the first step). Raises KeyError when it lacks a parameter."""
         self.clear()
+        if not moments:
+            return
         for name, shard in self._shards.items():
             average, square, step = (moments[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step"))
             device = shard.device

@@ -65,9 +65,9 @@ class Replica:
         start_groups()
         self._config = config
         self._model = MegatronModel(read_shape(model_dir))
-        self._model.free()
-        self._optimizer: AdamW | None = None
+        self._optimizer = AdamW(self._model, config.optimizer)
         self._moments_version = -1
+        self._model.free()
         self._folder = Path()
         self._version = -1
         self._in_memory = False
@@ -115,8 +115,7 @@ class Replica:
         self._own.clear()
         self._model.free()
         self._in_memory = False
-        if self._optimizer is not None:
-            self._optimizer.clear()
+        self._optimizer.clear()
         self._moments_version = -1
 
     # ------------------------------------------------------------------------------------------ own sums
@@ -226,15 +225,15 @@ class Replica:
         if self._own:
             raise Refused(f"own sums of {len(self._own)} micro-steps were neither kept nor dropped")
         micro_steps = len(self._merged)
-        optimizer = self._ready_optimizer()
+        self._take_moments()
         folder = self._folder
         self._version = self._moments_version = -1
-        norm = self._update(optimizer, order)
+        norm = self._update(order)
 
         def fill(target: Path) -> None:
             snapshot.copy_surroundings(folder, target)
             _save(self._hf_weights(), target / snapshot.MODEL)
-            _save(optimizer.moments(), target / snapshot.OPTIMIZER)
+            _save(self._optimizer.moments(), target / snapshot.OPTIMIZER)
 
         digest = snapshot.write_snapshot(Path(order.path), order.version, fill)
         self._folder, self._version, self._moments_version = Path(order.path), order.version, order.version
@@ -258,7 +257,7 @@ class Replica:
             "padded_tokens_count": float(rows.token_ids.numel()),
         }
 
-    def _update(self, optimizer: AdamW, order: OptimizerStep) -> float:
+    def _update(self, order: OptimizerStep) -> float:
         if self._batch is None:
             return 0.0
         grads = self._model.grads
@@ -266,25 +265,26 @@ class Replica:
         if not torch.isfinite(grads.sum()):
             self.drop()
             raise NotFinite("the gradient of the batch is not finite")
-        return optimizer.step(order.lr)
+        return self._optimizer.step(order.lr)
 
-    def _ready_optimizer(self) -> AdamW:
-        """The optimizer with the moments of the version held: in memory, from its snapshot, or none at version 0."""
-        if self._optimizer is None:
-            self._optimizer = AdamW(self._model, self._config.optimizer)
-        if self._moments_version != self._version:
-            path = self._folder / snapshot.OPTIMIZER
-            if path.is_file():
-                try:
-                    self._optimizer.take(load_file(path))
-                except (KeyError, SafetensorError) as error:
-                    raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} cannot be used ({error})") from error
-            elif self._version == 0:
-                self._optimizer.clear()
-            else:
-                raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} is missing")
-            self._moments_version = self._version
-        return self._optimizer
+    def _take_moments(self) -> None:
+        """Have the optimizer's moments of the version held: from memory, from its snapshot, or none at version 0.
+
+        Only the core steps, so only the core ever has them; any replica can.
+        """
+        if self._moments_version == self._version:
+            return
+        path = self._folder / snapshot.OPTIMIZER
+        if path.is_file():
+            try:
+                self._optimizer.take(load_file(path))
+            except (KeyError, SafetensorError) as error:
+                raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} cannot be used ({error})") from error
+        elif self._version == 0:
+            self._optimizer.clear()
+        else:
+            raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} is missing")
+        self._moments_version = self._version
 
     def _hf_weights(self) -> dict[str, Tensor]:
         named = {name: parameter.detach().cpu() for name, parameter in self._model.named.items()}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from renderers import create_renderer
 from renderers.configs import Qwen3RendererConfig
 
-from gyre.demo.demonstrations import Demonstration, demonstrate
+import gyre.demo
+from gyre.demo.demonstrations import SYSTEM_PROMPT, Demonstration, demonstrate
 from gyre.demo.rendering import DemonstrationRenderer
 from gyre.demo.vocabulary import build_tokenizer
+from gyre.proxy.conversation import Message, Speaker
+from gyre.proxy.rendering import Rendering
 
 TOKENIZER = build_tokenizer()
 RENDERER = DemonstrationRenderer(TOKENIZER)
@@ -89,3 +93,21 @@ def test_an_answer_parses_back_to_its_text() -> None:
         parsed = library.parse_response(RENDERER.answer(turn.answer), prompt_ids=prompt)
         assert parsed.content == turn.answer
         assert not parsed.tool_calls
+
+
+def test_the_gateway_renders_the_demonstrations_ids() -> None:
+    gateway = Rendering(Path(gyre.demo.__file__).parent / "policy", thinking=True)
+    rng = random.Random(5)
+    for _ in range(30):
+        demonstration = demonstrate(rng)
+        example = RENDERER.example(demonstration)
+        ids = gateway.opening([Message(Speaker.SYSTEM, SYSTEM_PROMPT), Message(Speaker.USER, demonstration.prompt)], ())
+        for turn in demonstration.turns:
+            answer = RENDERER.answer(turn.answer)
+            assert gateway.parse(answer, ids).text == turn.answer
+            ids += answer
+            if turn.observation is not None:
+                follows = gateway.bridge(ids[: -len(answer)], answer, [Message(Speaker.USER, turn.observation)], ())
+                assert follows is not None
+                ids += follows
+        assert tuple(ids) == example.token_ids

@@ -11,7 +11,7 @@ import pytest
 
 from gyre.engine.client import Chunk, EngineClient, GenerateRequest
 
-from .processes import EngineProcess, engine_process
+from .processes import LIMIT_S, EngineProcess, engine_process
 from .tiny_models import FAMILIES, make_model
 
 BLOCK_TOKENS = 16
@@ -36,7 +36,7 @@ class EngineUnderTest:
         return GenerateRequest(rid, input_ids, max_new_tokens, **(defaults | options))  # type: ignore[arg-type]
 
     async def run(self, request: GenerateRequest) -> Answer:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             return collect([chunk async for chunk in self.client.generate(request)])
 
 

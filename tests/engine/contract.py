@@ -12,6 +12,7 @@ import pytest
 from gyre.engine.client import Chunk, EngineRefused, GenerateRequest, VersionSpan
 
 from .conftest import Answer, EngineUnderTest, collect
+from .processes import LIMIT_S
 
 LONG = 1500
 """Tokens of an answer that is still being sampled when the test acts on it."""
@@ -38,7 +39,7 @@ class Live:
 
     async def __aenter__(self) -> Live:
         self._task = asyncio.ensure_future(self._read())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while len(self.token_ids) < self._first:
                 self._grown.clear()
                 await self._grown.wait()
@@ -58,7 +59,7 @@ class Live:
         return self._task.done()
 
     async def answer(self) -> Answer:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await self._task
         return collect(self._chunks)
 
@@ -69,7 +70,7 @@ class Live:
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while not await holds():  # noqa: ASYNC110 - what is waited for is in another process
             await asyncio.sleep(0.02)
 

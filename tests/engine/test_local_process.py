@@ -17,7 +17,7 @@ import pytest
 
 from gyre.engine.client import Chunk, EngineClient, EngineGone, EngineRefused, GenerateRequest
 
-from .processes import EngineProcess, engine_command, engine_process
+from .processes import END_S, LIMIT_S, EngineProcess, engine_command, engine_process
 from .tiny_models import make_model
 
 PROMPT = list(range(5, 45))
@@ -49,7 +49,7 @@ async def read_until(
 ) -> None:
     """Adds all chunks to `chunks`; `then()` is called once `count` tokens have come."""
     called = False
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         async for chunk in client.generate(request):
             chunks.append(chunk)
             if not called and sum(len(item.token_ids) for item in chunks) >= count:
@@ -66,7 +66,7 @@ async def test_a_terminated_engine_ends_its_streams_with_what_they_have_and_exit
             await read_until(client, endless("r"), 10, lambda: process.signal(signal.SIGTERM), chunks)
         assert chunks[-1].finish is not None
         assert chunks[-1].finish.kind == "abort"
-        assert process.process.wait(15) == 0
+        assert process.process.wait(END_S) == 0
         assert process.log.read_text().count("\n") == 1, "nothing but the line that says it serves"
 
 
@@ -117,7 +117,7 @@ async def test_memory_is_not_released_under_a_request_and_the_engine_lives_on(cl
 
 
 async def test_a_released_engine_refuses_requests(client: EngineClient) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (await client.loads()).running:  # noqa: ASYNC110 - of the test before, in another process
             await asyncio.sleep(0.02)
     await client.release_memory()

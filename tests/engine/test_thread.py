@@ -15,7 +15,7 @@ from gyre.errors import BadInput, Unavailable
 
 from .tiny_models import make_model
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,14 @@ CHORES = config_path("builtin:chores", Path("/"))
 
 @pytest.fixture(scope="module")
 async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Launcher]:
-    """One zygote for the file: its imports cost seconds."""
+    """One zygote for the file, as its imports cost seconds; its entry point is the harness's own, watched."""
     state = tmp_path_factory.mktemp("mini") / "state"
-    made = Launcher(Children(state), state, profile("mini-swe-agent"), CHORES, SANDBOX)
+    mini = profile("mini-swe-agent")
+    assert mini.fork_server is not None
+    here = Path(__file__).parent
+    env = {**mini.fork_server.env, "PYTHONPATH": f"{here}:{Path(gyre.__file__).parent.parent}"}
+    watched = replace(mini, fork_server=replace(mini.fork_server, entry_point="list_lazy_work:watched", env=env))
+    made = Launcher(Children(state), state, watched, CHORES, SANDBOX)
     yield made
     await Children(state).end_all(grace_s=2)
 
@@ -120,16 +125,8 @@ def test_without_a_trajectory_that_says_so_a_run_did_not_submit(bench: Bench, te
     assert mini_swe_agent.submitted(folder) is False
 
 
-def test_the_preload_list_leaves_nothing_for_the_first_call() -> None:
-    """The list was made for this version of the harness: one more run of it finds nothing to add."""
-    assert profile("mini-swe-agent").fork_server is not None
-    preload = mini_swe_agent.PROFILE.fork_server.preload  # pyright: ignore[reportOptionalMemberAccess]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("list_lazy_work.py")), str(preload)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(gyre.__file__).parent.parent), "NO_COLOR": "1"},
-    )
-    assert json.loads(done.stdout) == json.loads(preload.read_text())
+async def test_the_preload_list_leaves_nothing_for_the_first_call(bench: Bench, launcher: Launcher) -> None:
+    """The list was made for this version of the harness (list_lazy_work.py makes it)."""
+    with chat_server(["```\necho hello\n```", SUBMIT]) as chat:
+        folder, _ = await run_mini(bench, launcher, chat)
+    assert json.loads((folder.home / "lazy.json").read_text()) == {"modules": [], "models": []}

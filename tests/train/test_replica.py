@@ -262,6 +262,14 @@ def test_a_batch_that_trained_nothing_publishes_the_same_weights(job: Job) -> No
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_job_whose_first_batch_trained_nothing_can_be_gone_on_with(job: Job) -> None:
+    job.replica().step(job.order())
+    reloaded = job.replica(path=snapshot_path(job.snapshots_dir, 1), version=1)
+    job.whole_step(reloaded, 2)
+    job.whole_step(job.replica(), folder="fresh")
+    assert torch.equal(job.update(2), job.update(1, "fresh"))
+
+
 def test_a_snapshot_that_cannot_be_written_is_no_step_and_the_step_can_be_taken_again(job: Job) -> None:
     replica = job.replica()
     job.run(replica, *range(6))

@@ -1,0 +1,86 @@
+"""The light parts: gyred's import and size, the scheduler's plan for 1,000 cells, the actors' messages (DESIGN §9)."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+from row import Row
+
+from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.ids import CellId
+from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
+from gyre.store.records import Role
+from gyre.wire import record
+
+NAMES = ("gyred_import_s", "gyred_import_mb", "plan_1000_cells_ms", "local_tells_per_s")
+
+REPEATS = 5
+TELLS = 50_000
+
+
+def rows() -> Iterable[Row]:
+    seconds, megabytes = imported()
+    yield Row("gyred_import_s", seconds, "s", "<= 0.5", seconds <= 0.5)
+    yield Row("gyred_import_mb", megabytes, "MB", "<= 80", megabytes <= 80)
+    plan_ms = median(plan_seconds() for _ in range(REPEATS)) * 1000
+    yield Row("plan_1000_cells_ms", plan_ms, "ms", "<= 10", plan_ms <= 10)
+    speed = TELLS / median(asyncio.run(tell_seconds()) for _ in range(REPEATS))
+    yield Row("local_tells_per_s", speed, "1/s", ">= 50000", speed >= 50_000)
+
+
+def imported() -> tuple[float, float]:
+    """Seconds and resident megabytes of `import gyre.cli.gyred` in a fresh interpreter, the best of a few."""
+    program = (
+        "import time, resource; began = time.perf_counter(); import gyre.cli.gyred; "
+        "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split()
+        for _ in range(REPEATS)
+    ]
+    return min(float(seconds) for seconds, _ in runs), min(float(size) for _, size in runs)
+
+
+def plan_seconds() -> float:
+    cells = tuple(
+        CellView(CellId(f"c{n}"), n == 0, Role.TRAIN if n % 3 == 0 else Role.ROLLOUT, Role.ROLLOUT, 48, n % 50)
+        for n in range(1000)
+    )
+    view = ClusterView(cells, 9000, 20000, 4000, 4000 * 70_000, 0, False, False, 16_000, 1, 1440.0, 1440.0, 7e4, 4e4, 12.0)
+    began = perf_counter()
+    decide(view, PolicyParams())
+    return perf_counter() - began
+
+
+@record("bench.count")
+@dataclass(frozen=True)
+class Count:
+    last: bool
+
+
+class Counter(Actor):
+    def __init__(self, done: asyncio.Event) -> None:
+        self.done = done
+
+    @handles(Count)
+    async def count(self, message: Count) -> None:
+        if message.last:
+            self.done.set()
+
+
+async def tell_seconds() -> float:
+    """Seconds until one actor has handled `TELLS` messages."""
+    async with ActorSystem.running("bench") as system:
+        done = asyncio.Event()
+        counter = system.spawn("counter", lambda: Counter(done), mailbox_messages=TELLS)
+        began = perf_counter()
+        for number in range(TELLS):
+            counter.tell(Count(number == TELLS - 1))
+        await done.wait()
+        return perf_counter() - began
