@@ -59,6 +59,11 @@ class JobDir:
         return self.root / "work"
 
     @property
+    def gyred_file(self) -> Path:
+        """Which process is the job's gyred; it is gone after a clean end."""
+        return self.state / "gyred.json"
+
+    @property
     def report_html(self) -> Path:
         return self.root / "report.html"
 

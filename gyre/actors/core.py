@@ -30,8 +30,8 @@ from gyre.actors.messages import (
     DropSums,
     GetProgress,
     GiveBack,
-    Lead,
     JobFailed,
+    Lead,
     Merged,
     MergeSums,
     MicroStep,
@@ -49,7 +49,7 @@ from gyre.actors.site import Site
 from gyre.errors import GyreError
 from gyre.ids import CellId, MicroStepId
 from gyre.sched.launch import batch_of, group_id
-from gyre.store.election import Verdict, fenced_txn, publish_snapshot_txn, verdict
+from gyre.store.election import Verdict, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compare
 from gyre.store.records import (
     GroupRecord,
@@ -257,7 +257,6 @@ class CoreActor(Actor):
                 # Whether it was merged cannot be known: all sums of the batch are taken back and made anew.
                 if losses == self._losses:
                     self._lose(f"the core's replica did not merge ({error})")
-                    self.task(self._clear(self._losses))
                 return Merged(False)
             finally:
                 self._merging = False
@@ -315,24 +314,15 @@ class CoreActor(Actor):
         self._lose("the core's replica died")
 
     def _lose(self, reason: str) -> None:
-        """What was merged is gone, or cannot be told: the batch's micro-steps are done again."""
+        """What was merged is gone, or cannot be told: the batch's micro-steps are done again.
+
+        The core cell's next claim finds us not ready, and has the sums dropped that its replica may still hold.
+        """
         self._losses += 1
         self._ready, self._fresh = False, True
         lost = self._batch.restart() if self._batch is not None else 0
         if lost:
             self._site.say(f"{reason}; {lost} merged micro-steps are done again")
-
-    async def _clear(self, losses: int) -> None:
-        """Have the core's replica drop all sums, so that the batch can begin again; end one that does not."""
-        assert self._replica is not None
-        async with self._replica_turn:
-            if losses != self._losses:
-                return
-            try:
-                await self._replica.ask(DropSums(), REPLICA_S, Ok)
-            except GyreError as error:
-                self._site.say(f"the core's replica does not drop its sums ({error}); it is ended")
-                self._site.cell(self._site.core_cell).tell(CoreLost())
 
     # ------------------------------------------------------------------------------------------ the step
 

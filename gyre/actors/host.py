@@ -157,6 +157,11 @@ class Host:
         self._arrived.set()
 
     def cancel(self) -> None:
+        """End at once all that is under way here and in the children; an end that has begun is cut short."""
+        for child in self._children.values():
+            child.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -323,8 +328,7 @@ class Host:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        for child in reversed(list(self._children.values())):
-            await child.ref.stop()
+        await asyncio.gather(*(child.ref.stop() for child in list(self._children.values())))
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

@@ -7,9 +7,11 @@ next one's actors adopt them.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import tomllib
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +40,11 @@ from gyre.actors.messages import (
 )
 from gyre.actors.mirror import Mirror
 from gyre.actors.remote import serve
-from gyre.actors.run import RunActor
+from gyre.actors.run import RunActor, end_left_runs
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, handles
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
-from gyre.children import Children
+from gyre.children import Children, start_ticks
 from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
 from gyre.errors import BadInput, GyreError
@@ -71,6 +73,8 @@ from gyre.store.typed import TypedStore
 from gyre.telemetry.tracing import Tracing
 
 GATEWAY_EVERY_S = 0.5
+STOP_S = 3.0
+"""For the actors to end after what they are at, and again for those that have to be cancelled."""
 END_GRACE_S = 5.0
 
 
@@ -120,17 +124,26 @@ async def run_node(config: NodeConfig) -> None:
     spec = JobSpec.from_json(job.job_file.read_text(encoding="utf-8"))
     store = open_store(config.store)
     tracing = Tracing("gyred", spec.telemetry.otlp_endpoint)
+    own = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    job.gyred_file.write_text(json.dumps(own), encoding="utf-8")  # the store's lock is ours, so it is true
     try:
         site = await _site(config, spec, TypedStore(store), tracing)
-        async with ActorSystem.running(config.name) as system:
-            ended = asyncio.Event()
-            await _people(site, system, ended)
-            async with serve(site.refs["node"], job.address("node"), site.secret):
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, _tell_end, site.refs["node"])
-                await ended.wait()
+        ended = asyncio.Event()
+        try:
+            async with asyncio.timeout(None) as limit, ActorSystem.running(config.name, stop_s=STOP_S) as system:
+                await _people(site, system, ended)
+                async with serve(site.refs["node"], job.address("node"), site.secret):
+                    for number in (signal.SIGTERM, signal.SIGINT):
+                        asyncio.get_running_loop().add_signal_handler(number, _tell_end, site.refs["node"])
+                    await ended.wait()
+                limit.reschedule(asyncio.get_running_loop().time() + 2 * STOP_S)
+                await asyncio.gather(*(ref.stop(STOP_S) for ref in site.refs.values()))
+        except TimeoutError:
+            site.say(f"not every actor has stopped within {2 * STOP_S:g} s; the children are ended all the same")
         await site.launcher.stop()
+        await end_left_runs(job.runs)
         await site.children.end_all(END_GRACE_S)
+        job.gyred_file.unlink(missing_ok=True)
     finally:
         tracing.close()
         await store.close()
@@ -203,38 +216,40 @@ class NodeActor(Actor):
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._job = Mirror(site.store, site.keys.job, JobRecord)
         self._reason = ""
+        self._progress = Progress(1, 0, 0, 0, 0, 0, step_due=False, train_tokens_s=0.0)
 
     async def pre_start(self) -> None:
         for mirror in (self._groups, self._steps, self._switches):
             self.task(mirror.follow(lambda: None))
-        self.task(self._follow_runs())
+        self.task(self._runs.follow(self._start_runs))
+        self.task(self._make_ready())
         self.task(self._job.follow(self._check_job))
         self.task(self._poll_gateway())
 
-    async def _warm(self) -> None:
+    async def _make_ready(self) -> None:
+        """Until the node can serve a run: a run's limit is for the run, not for our start."""
         try:
             await self._site.launcher.warm()
-        except GyreError as error:
+        except GyreError as error:  # it is tried again, and refused, with each run's start
             self._site.say(f"the harness could not be made ready: {error}")
+        await self._site.serving.wait()
+        self._site.ready.set()
+        self._start_runs()
 
     # ------------------------------------------------------------------------------------------ runs
 
-    async def _follow_runs(self) -> None:
-        """From the moment that the node can serve: a run's limit is for the run, not for our start."""
-        await self._warm()
-        await self._site.serving.wait()
-        await self._runs.follow(self._start_runs)
-
     def _start_runs(self) -> None:
-        """Start what is queued for this node, in launch order, while there is room; go on with what was live."""
+        """Go on with what was live; start what is queued for this node, in launch order, while there is room."""
+        for run in [run for run in self._runs.records if run.state is RunState.SETTLED]:
+            self._runs.drop(self._site.keys.run(run.run))
         if self._site.stopping:
             return
         mine = sorted(
-            (run for run in self._runs.records if run.node == self._site.node and run.state is not RunState.SETTLED),
+            (run for run in self._runs.records if run.node == self._site.node),
             key=lambda run: (run.state is RunState.QUEUED, self._age(run)),
         )
         for run in mine:
-            if run.run in self._live:
+            if run.run in self._live or (run.state is RunState.QUEUED and not self._site.ready.is_set()):
                 continue
             if len(self._live) >= self._site.spec.harness.max_live:
                 return
@@ -247,6 +262,7 @@ class NodeActor(Actor):
     @handles(RunEnded)
     async def on_run_ended(self, message: RunEnded) -> None:
         self._live.pop(message.run, None)
+        self._runs.drop(self._site.keys.run(message.run))  # it has settled, though our mirror may not know it yet
         self._start_runs()
 
     async def _poll_gateway(self) -> None:
@@ -308,7 +324,9 @@ class NodeActor(Actor):
     async def status(self, _: GetStatus) -> Status:
         site, job, gateway = self._site, self._job_record(), self._site.gateway_status
         cells = await asyncio.gather(*(self._cell_status(cell_ref) for cell_ref in map(site.cell, site.cells)))
-        progress = await site.core.ask(GetProgress(), 2.0, Progress)
+        with suppress(GyreError):  # else as last heard
+            self._progress = await site.core.ask(GetProgress(), 2.0, Progress)
+        progress = self._progress
         steps = sorted(self._steps.records, key=lambda step: step.step)
         runs = self._runs.records
         heldout = [
@@ -318,7 +336,7 @@ class NodeActor(Actor):
         return Status(
             job=site.spec.job.name,
             state=job.state.value if job else "starting",
-            phase=self._phase(job, len(steps), progress, bool(heldout)),
+            phase=self._phase(job, len(steps), bool(heldout)),
             reason=self._reason or (job.reason if job else ""),
             step=len(steps),
             steps=site.spec.job.steps,
@@ -331,7 +349,7 @@ class NodeActor(Actor):
             heldout_total=site.spec.tasks.heldout,
             queued=sum(run.state is RunState.QUEUED for run in runs),
             live=sum(run.state is RunState.LIVE for run in runs),
-            settled=sum(run.state is RunState.SETTLED for run in runs),
+            settled=len(self._runs.dropped),
             groups_ready=progress.planned_groups,
             micro_steps_done=progress.merged_micro_steps,
             micro_steps=progress.micro_steps,
@@ -353,7 +371,7 @@ class NodeActor(Actor):
         except GyreError:
             return None
 
-    def _phase(self, job: JobRecord | None, steps: int, progress: Progress, measuring: bool) -> str:
+    def _phase(self, job: JobRecord | None, steps: int, measuring: bool) -> str:
         if self._site.stopping:
             return "stopping"
         if job is None or self._site.gateway_status is None:
@@ -364,5 +382,4 @@ class NodeActor(Actor):
             return "held-out after"
         if measuring and not steps and job.heldout_before is None:
             return "held-out before"
-        del progress
         return "training"

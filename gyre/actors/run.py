@@ -10,9 +10,12 @@ actors: where the harness of the last attempt lives or has left its end, they go
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +23,12 @@ from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, 
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import ProcessRef
-from gyre.errors import GyreError
+from gyre.errors import GyreError, Refused
+from gyre.harness import keeper
 from gyre.harness.evaluate import Evaluation, RunInfo, evaluate
 from gyre.harness.launch import HarnessExit, HarnessProcess
 from gyre.harness.tasks import Task
-from gyre.harness.workspace import RunFolder
+from gyre.harness.workspace import RunFolder, WorkspaceError
 from gyre.ids import RunId
 from gyre.store.protocol import Compare, Txn
 from gyre.store.records import GroupRecord, RunRecord, RunState
@@ -45,6 +49,8 @@ from gyre.wire import record
 ASK_S = 120.0
 CLOSE_S = 300.0
 END_GRACE_S = 2.0
+LEFT_GRACE_S = 0.5
+"""For each of the two signals to a harness that is ended because the job is."""
 
 
 @record("run.begin")
@@ -59,6 +65,27 @@ class _Ticket:
 
     key: str
     deadline_unix_s: float
+    launched: bool
+    """Its harness may be there. False: the attempt can still begin as if nothing had been."""
+
+    @staticmethod
+    def read(folder: RunFolder) -> _Ticket | None:
+        try:
+            plain = json.loads(ticket_file(folder).read_text(encoding="utf-8"))
+            return _Ticket(str(plain["key"]), float(plain["deadline"]), bool(plain["launched"]))
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def write(self, folder: RunFolder) -> None:
+        """Whole or not at all. Raises WorkspaceError."""
+        plain = {"key": self.key, "deadline": self.deadline_unix_s, "launched": self.launched}
+        path = ticket_file(folder)
+        try:
+            fresh = path.with_suffix(".new")
+            fresh.write_text(json.dumps(plain), encoding="utf-8")
+            fresh.replace(path)
+        except OSError as error:
+            raise WorkspaceError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class RunActor(Actor):
@@ -71,12 +98,6 @@ class RunActor(Actor):
 
     async def pre_start(self) -> None:
         self.task(self._live(), lambda _: RunEnded(self._run))
-
-    async def post_stop(self) -> None:
-        if self._site.stopping and self._process is not None:
-            ticket_file(self._process.folder).unlink(missing_ok=True)
-            if self._process.alive:
-                await self._process.end(0.5)
 
     @handles(RunFailed)
     async def on_failed(self, message: RunFailed) -> None:
@@ -102,12 +123,18 @@ class RunActor(Actor):
             folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
             adopted = await self._adopt(found.record, folder)
             if adopted is None:
+                await site.ready.wait()
+                key = secrets.token_urlsafe(18)
                 if found.record.state is RunState.LIVE:
-                    found = await self._next_attempt(found, "its harness was gone when gyred came back")
-                    folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
+                    ticket = _Ticket.read(folder)
+                    if ticket is None or ticket.launched:
+                        found = await self._next_attempt(found, "its harness was gone when gyred came back")
+                        folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
+                    else:
+                        key = ticket.key
                 found = await self._write(found, replace(found.record, state=RunState.LIVE, started_unix_s=time.time()))
                 try:
-                    adopted = await self._start(found.record, folder, task)
+                    adopted = await self._start(found.record, folder, task, key)
                 except GyreError as error:
                     found = await self._failed_to_start(found, str(error))
                     continue
@@ -128,16 +155,16 @@ class RunActor(Actor):
 
     # ------------------------------------------------------------------------------------------ an attempt begins
 
-    async def _start(self, run: RunRecord, folder: RunFolder, task: Task) -> tuple[HarnessProcess, _Ticket]:
+    async def _start(self, run: RunRecord, folder: RunFolder, task: Task, key: str) -> tuple[HarnessProcess, _Ticket]:
         site, spec = self._site, self._site.spec
         folder.prepare(task)
-        ticket = _Ticket(secrets.token_urlsafe(18), time.time() + spec.limits.run_s)
-        ticket_file(folder).write_text(
-            json.dumps({"key": ticket.key, "deadline": ticket.deadline_unix_s}), encoding="utf-8"
-        )
+        ticket = _Ticket(key, time.time() + spec.limits.run_s, launched=False)
+        ticket.write(folder)
         await self._open(run, ticket)
         status = await site.gateway.ask(GetGatewayStatus(), ASK_S, GatewayStatus)
         base_url = f"{status.base_url}/run/{run.run}/{ticket.key}"
+        ticket = replace(ticket, deadline_unix_s=time.time() + spec.limits.run_s, launched=True)
+        ticket.write(folder)
         return await site.launcher.start(folder, base_url, task.instruction), ticket
 
     async def _open(self, run: RunRecord, ticket: _Ticket) -> None:
@@ -151,15 +178,13 @@ class RunActor(Actor):
         """The attempt that an earlier gyred started, if its harness lives or has left its end."""
         if run.state is not RunState.LIVE:
             return None
-        process = self._site.launcher.adopt(folder)
-        if process is None:
+        process, ticket = self._site.launcher.adopt(folder), _Ticket.read(folder)
+        if process is None or ticket is None:
             return None
         try:
-            plain = json.loads(ticket_file(folder).read_text(encoding="utf-8"))
-            ticket = _Ticket(str(plain["key"]), float(plain["deadline"]))
-        except (OSError, ValueError, KeyError):
-            return None
-        await self._open(run, ticket)
+            await self._open(run, ticket)
+        except Refused as error:  # it was closed, and its end not written down: asked again, the gateway has its trace
+            self._site.say(f"{run.run}: {error}")
         self._site.say(f"adopted {run.run} (pid {process.ref.pid})")
         return process, ticket
 
@@ -168,7 +193,7 @@ class RunActor(Actor):
         return await self._write(old, replace(old.record, state=RunState.QUEUED, attempt=old.record.attempt + 1))
 
     async def _failed_to_start(self, found: Versioned[RunRecord], reason: str) -> Versioned[RunRecord]:
-        trace = await self._site.gateway.ask(CloseRun(self._run, found.record.attempt), CLOSE_S, RunTrace)
+        trace = await self._close(found.record.attempt)
         return await self._settle(found, Verdict(Outcome.INFRA_FAILED, None, reason), trace)
 
     # ------------------------------------------------------------------------------------------ an attempt ends
@@ -176,10 +201,10 @@ class RunActor(Actor):
     async def _follow(
         self, found: Versioned[RunRecord], folder: RunFolder, task: Task, process: HarnessProcess, ticket: _Ticket
     ) -> Versioned[RunRecord]:
-        site, spec = self._site, self._site.spec
+        spec = self._site.spec
         exit_, stopped = await self._until_end(process, ticket)
         ended_s = time.time()
-        trace = await site.gateway.ask(CloseRun(self._run, found.record.attempt), CLOSE_S, RunTrace)
+        trace = await self._close(found.record.attempt)
         end = _ending(exit_, ticket, spec.limits.run_s, ended_s, timed_out=stopped)
         report = GatewayReport(trace.calls, trace.interrupted_calls, trace.failure)
         judgement: Judgement | None = None
@@ -191,6 +216,9 @@ class RunActor(Actor):
         if verdict.outcome in (Outcome.FINISHED, Outcome.TIMED_OUT):
             folder.discard()
         return settled
+
+    async def _close(self, attempt: int) -> RunTrace:
+        return await self._site.gateway.ask(CloseRun(self._run, attempt), CLOSE_S, RunTrace)
 
     async def _until_end(self, process: HarnessProcess, ticket: _Ticket) -> tuple[HarnessExit, bool]:
         """How the harness ended, and whether it was we who ended it at its limit."""
@@ -245,13 +273,27 @@ def ticket_file(folder: RunFolder) -> Path:
 
 
 async def end_left_runs(runs: Path) -> None:
-    """End every harness whose process file lies under `runs`, and forget it: nobody is left to go on with them."""
-    for path in runs.glob("*/*/process.json"):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
-        except (OSError, ValueError, KeyError):
-            continue
-        (path.parent / "ticket.json").unlink(missing_ok=True)
-        if process.alive:
-            await process.end(0.5)
+    """End every harness that was started under `runs`, and see to it that no later gyred takes them up again."""
+    async with asyncio.TaskGroup() as group:
+        for path in runs.glob("*/*/process.json"):
+            group.create_task(_end_left(path), name=f"end {path.parent}")
+
+
+async def _end_left(path: Path) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
+    except (OSError, ValueError, KeyError):
+        return
+    (path.parent / "ticket.json").unlink(missing_ok=True)
+    # The keeper passes the first SIGTERM on, and takes the second as the end.
+    for number, limit_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, 10.0)):
+        if not process.signal(number):
+            return
+        process.signal(signal.SIGCONT)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await process.wait()
+    # A keeper that had to be killed may have left the run's processes, where no namespace ends with it.
+    run, attempt = path.parent.parts[-2:]
+    await asyncio.to_thread(keeper.end_marked, f"{run}/{attempt}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from gyre.ids import CellId, RunId
 from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, next_launches, run_id
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compare, LeaseLost, Put
+from gyre.store.protocol import Compare, Lease, LeaseLost, Put
 from gyre.store.records import (
     CellRoleRecord,
     CellSpecRecord,
@@ -40,6 +41,7 @@ from gyre.store.records import (
 )
 from gyre.store.typed import Versioned, put_record
 from gyre.train.snapshot import make_first_snapshot
+from gyre.trajectory.records import RunTrace
 from gyre.wire import record
 
 T = TypeVar("T")
@@ -47,6 +49,7 @@ T = TypeVar("T")
 LEASE_S = 5.0
 MEASURED_RUNS = 256
 MEASURED_SWITCHES = 20
+WRITTEN_TICKS = 20
 TICK_S = 0.5
 """Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
 
@@ -81,13 +84,19 @@ class SchedulerActor(Actor):
             heldout=spec.tasks.heldout,
         )
         self._token = 0
+        self._lease: Lease | None = None
+        self._failure = ""
+        """Why the job cannot go on, until a leader has written it down."""
         root = site.keys.root
         self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
         self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
         self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._params = PolicyParams(**spec.scheduler.model_dump())
+        self._traces: deque[RunTrace] = deque(maxlen=MEASURED_RUNS)
+        """Of runs that have been trained."""
         self._sampled = (0.0, 0)
+        self._ticks = 0
         self._run_train_tokens = 0.0
         self._run_sampled_tokens = 0.0
         self._switch_s = 0.0
@@ -102,6 +111,9 @@ class SchedulerActor(Actor):
     async def post_stop(self) -> None:
         if self._token and self._site.stopping:
             await self._update_job()
+        if self._lease is not None:  # else nobody could lead before it runs out
+            with suppress(LeaseLost, Unavailable):
+                await self._lease.revoke()
 
     # ------------------------------------------------------------------------------------------ leadership
 
@@ -110,7 +122,7 @@ class SchedulerActor(Actor):
         site = self._site
         me = LeaderRecord(site.node, site.child_address("node"))
         while True:
-            lease = await site.store.store.lease(LEASE_S)
+            self._lease = lease = await site.store.store.lease(LEASE_S)
             result = await site.store.commit(campaign_txn(site.keys, me, lease.id))
             token = elected(result, lease.id)
             if token is None:
@@ -139,8 +151,12 @@ class SchedulerActor(Actor):
             self._following = True
             for mirror in (self._groups, self._runs, self._roles, self._switches):
                 self.task(mirror.follow(self._wake))
-        if "core" in self._site.refs:
-            self._site.core.tell(Lead(message.token))
+        self._lead(message.token)
+
+    def _lead(self, token: int) -> None:
+        self._token = token
+        if "core" in self._site.refs:  # else it asks us when it begins
+            self._site.core.tell(Lead(token))
 
     @handles(WhoLeads)
     async def on_who_leads(self, _: WhoLeads) -> None:
@@ -150,8 +166,7 @@ class SchedulerActor(Actor):
     @handles(_Deposed)
     async def on_deposed(self, message: _Deposed) -> None:
         self._site.say(f"not the leader any more: {message.why}")
-        self._token = 0
-        self._site.core.tell(Lead(0))
+        self._lead(0)
 
     async def _ensure_job(self) -> None:
         """The job's record and its first snapshot, on the first day of the job."""
@@ -180,12 +195,13 @@ class SchedulerActor(Actor):
 
     async def _commit(self, puts: Sequence[Put], compares: Sequence[Compare] = ()) -> Verdict:
         """One fenced transaction; stops leading when it turns out that another leads."""
+        if not self._token:
+            return Verdict.DEPOSED
         outcome = verdict(
             await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts)), self._token
         )
         if outcome is Verdict.DEPOSED:
-            self._token = 0
-            self._site.core.tell(Lead(0))
+            self._lead(0)
         return outcome
 
     # ------------------------------------------------------------------------------------------ deciding
@@ -194,6 +210,9 @@ class SchedulerActor(Actor):
     async def on_tick(self, _: _Tick) -> None:
         self.after(TICK_S, _Tick())
         self._measure()
+        self._ticks += 1
+        if self._ticks % WRITTEN_TICKS == 0:  # so that a killed gyred loses little of the time that was worked
+            await self._update_job()
         await self._decide()
 
     @handles(Progressed)
@@ -203,16 +222,23 @@ class SchedulerActor(Actor):
 
     @handles(JobFailed)
     async def on_failed(self, message: JobFailed) -> None:
-        await self._end_job(JobState.FAILED, message.reason)
+        if not self._failure:
+            self._failure = message.reason
+            self._site.say(f"the job fails: {message.reason}")
+        await self._decide()
 
     async def _decide(self) -> None:
-        if not self._token or "core" not in self._site.refs:
-            return
         site = self._site
+        if not self._token or "core" not in site.refs or site.stopping:
+            return
         job = await site.store.get(site.keys.job, JobRecord)
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
         if job is None or snapshot is None or job.record.state is not JobState.RUNNING:
             return
+        if self._failure:
+            await self._end_job(JobState.FAILED, self._failure)
+            return
+        self._drop_consumed()
         await self._settle_groups()
         await self._note_heldout(job)
         groups = self._groups.records
@@ -224,6 +250,16 @@ class SchedulerActor(Actor):
         if launches:
             await self._launch(launches, version)
         await self._set_roles()
+
+    def _drop_consumed(self) -> None:
+        """What has been trained is decided about no more: a long job costs no more per decision than a short one."""
+        for group in [group for group in self._groups.records if group.state is GroupState.CONSUMED]:
+            for run in group.runs:
+                found = self._run(run)
+                if found is not None and found.trace is not None:
+                    self._traces.append(found.trace)
+                self._runs.drop(self._site.keys.run(run))
+            self._groups.drop(self._site.keys.group(group.group))
 
     async def _settle_groups(self) -> None:
         for seen in list(self._groups.items.values()):
@@ -320,7 +356,8 @@ class SchedulerActor(Actor):
 
     async def _end_job(self, state: JobState, reason: str) -> None:
         await self._update_job(state=state, reason=reason)
-        self._site.say(f"the job has {state.value}{': ' + reason if reason else ''}")
+        if self._token:
+            self._site.say(f"the job has {state.value}{': ' + reason if reason else ''}")
 
     # ------------------------------------------------------------------------------------------ roles
 
@@ -334,7 +371,7 @@ class SchedulerActor(Actor):
             if at and serving and status.calls_in_flight:
                 speed = (status.sampled_tokens - before) / max(1e-3, self.now_s - at) / serving
                 self._rollout_tokens_s = 0.8 * self._rollout_tokens_s + 0.2 * speed if self._rollout_tokens_s else speed
-        traces = [run.trace for run in self._runs.records[-MEASURED_RUNS:] if run.trace is not None]
+        traces = [*self._traces, *(run.trace for run in self._runs.records if run.trace is not None)][-MEASURED_RUNS:]
         self._run_train_tokens = mean([float(sum(item.tokens for item in trace.lineages)) for trace in traces]) or 0.0
         self._run_sampled_tokens = mean([float(trace.sampled_tokens) for trace in traces]) or 0.0
         lasted = {
@@ -389,7 +426,10 @@ class SchedulerActor(Actor):
         roles = {CellId(key.split("/")[-2]): seen for key, seen in self._roles.items.items()}
         if len(roles) < len(self._site.cells):
             return  # the cells have not reported yet
-        progress = await self._site.core.ask(GetProgress(), 5.0, Progress)
+        try:
+            progress = await self._site.core.ask(GetProgress(), 5.0, Progress)
+        except Unavailable:  # it starts again; the next tick asks it again
+            return
         plan = decide(self._view({cell: seen.record for cell, seen in roles.items()}, progress), self._params)
         for cell, desired in plan.desired.items():
             if roles[cell].record.desired is not desired:

@@ -2,8 +2,8 @@
 
     gyred --config node.toml
 
-Exit codes: 0 the job ended or gyred was told to stop; 2 bad input; anything else is a crash, after which the next
-gyred adopts the children that this one left.
+Exit codes: 0 the job ended or gyred was told to stop; 2 bad input; 3 the job has a gyred; anything else is a crash, after
+which the next gyred adopts the children that this one left.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 
 from gyre.actors.node import NodeConfig, run_node
 from gyre.errors import BadInput, GyreError
+from gyre.store.protocol import StoreLocked
+
+TAKEN = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         asyncio.run(run_node(NodeConfig.load(args.config)))
+    except StoreLocked as error:
+        logging.getLogger("gyred").error("%s", error)
+        return TAKEN
     except BadInput as error:
         logging.getLogger("gyred").error("%s", error)
         return 2

@@ -22,9 +22,11 @@ from rich.console import Console
 from rich.live import Live
 
 from gyre.actors.messages import Status
-from gyre.children import Children
+from gyre.actors.run import end_left_runs
+from gyre.children import Children, ProcessRef
 from gyre.cli import client, live
 from gyre.cli.check import check_job
+from gyre.cli.gyred import TAKEN
 from gyre.cli.report import summarise
 from gyre.cli.report_html import render as render_html
 from gyre.config import JobFileError, JobSpec, load_job
@@ -76,6 +78,9 @@ def prepare(options: Options) -> tuple[JobDir, JobSpec]:
     if options.resume:
         if existing is None:
             raise BadInput("--resume", spec.job.name, "there is no unfinished job of that name to go on with")
+        if options.overrides and _Gyred.running(existing) is not None:
+            named = ", ".join(options.overrides)
+            raise BadInput(named, "given", "the job is running, so nothing of it can be changed; stop it first")
         stored = client.read_spec(existing)
         plain = json.loads(stored.to_json())
         for key, value in options.overrides.items():
@@ -144,28 +149,71 @@ def _fresh_folder(options: Options, spec: JobSpec) -> Path:
     return named.with_name(f"{named.name}-{number}")
 
 
-def _start_gyred(job: JobDir) -> subprocess.Popen[bytes]:
-    with (job.logs / "gyred.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "gyre.cli.gyred", "--config", str(job.node_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+class _Gyred:
+    """The job's gyred: one that we started, or one that was left by a gyrectl that died."""
+
+    def __init__(self, job: JobDir, process: ProcessRef, popen: subprocess.Popen[bytes] | None) -> None:
+        self._job = job
+        self._process = process
+        self._popen = popen
+
+    @staticmethod
+    def start(job: JobDir) -> _Gyred:
+        with (job.logs / "gyred.log").open("ab") as log:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "gyre.cli.gyred", "--config", str(job.node_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        return _Gyred(job, ProcessRef(popen.pid, -1), popen)
+
+    @staticmethod
+    def running(job: JobDir) -> _Gyred | None:
+        """The one that runs this job now, whoever started it."""
+        try:
+            found = json.loads(job.gyred_file.read_text(encoding="utf-8"))
+            process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return _Gyred(job, process, None) if process.alive else None
+
+    def ended(self) -> int | None:
+        """Its exit code when it has ended, negative for a signal. Of one that is not our child: 0 for a clean end."""
+        if self._popen is not None:
+            return self._popen.poll()
+        if self._process.alive:
+            return None
+        return 1 if self._job.gyred_file.exists() else 0
+
+    def signal(self, number: int) -> None:
+        if self._popen is not None:
+            self._popen.send_signal(number)
+        else:
+            self._process.signal(number)
+
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if self._popen is not None:
+            self._popen.wait()
+        else:
+            await self._process.wait()
 
 
 async def _watch(job: JobDir, console: Console, interrupts: Callable[[], int]) -> None:
     """Keep one gyred alive and show its status until it ends by itself or is told to."""
-    gyred = _start_gyred(job)
+    gyred = _Gyred.running(job) or _Gyred.start(job)
     deaths: deque[float] = deque(maxlen=RESTARTS)
     stopping_since: float | None = None
     printed = 0.0
     with Live(console=console, auto_refresh=False, transient=True) as view:
         while True:
-            code = gyred.poll()
-            if code is not None:
+            code = gyred.ended()
+            if code == TAKEN and (other := _Gyred.running(job)) is not None:
+                gyred = other
+            elif code is not None:
                 if code == 0 or stopping_since is not None:
                     break
                 if code == 2 or (len(deaths) == RESTARTS and time.monotonic() - deaths[0] < RESTART_WINDOW_S):
@@ -177,18 +225,18 @@ async def _watch(job: JobDir, console: Console, interrupts: Callable[[], int]) -
                 deaths.append(time.monotonic())
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 console.print(f"gyre: gyred ended with {how}; starting it again, its children go on", markup=False)
-                gyred = _start_gyred(job)
+                gyred = _Gyred.start(job)
             if interrupts() and stopping_since is None:
                 stopping_since = time.monotonic()
+                view.stop()
                 console.print("gyre: stopping; press Ctrl-C again to end at once", markup=False)
                 await _ask_stop(job, gyred)
             elif stopping_since is not None and (interrupts() > 1 or time.monotonic() - stopping_since > STOP_GRACE_S):
-                gyred.kill()
-                gyred.wait()
+                await gyred.kill()
                 await _end_children(job)
                 break
             status = await _status(job)
-            if status is not None and console.is_terminal:
+            if status is not None and console.is_terminal and stopping_since is None:
                 view.update(live.render(status), refresh=True)
             elif status is not None and time.monotonic() - printed > PLAIN_EVERY_S:
                 printed = time.monotonic()
@@ -203,18 +251,18 @@ async def _status(job: JobDir) -> Status | None:
         return None
 
 
-async def _ask_stop(job: JobDir, gyred: subprocess.Popen[bytes]) -> None:
+async def _ask_stop(job: JobDir, gyred: _Gyred) -> None:
     try:
         await client.stop(job, "Ctrl-C")
     except GyreError:
-        gyred.terminate()
+        gyred.signal(signal.SIGTERM)
 
 
 async def _end_children(job: JobDir) -> None:
     """End what a gyred that died had started. It has no one left to end it but us."""
-    children = Children(job.state)
-    children.adopt()
-    await children.end_all(grace_s=5.0)
+    if _Gyred.running(job) is None:
+        await end_left_runs(job.runs)
+        await Children(job.state).end_all(grace_s=5.0)
 
 
 def _tail(path: Path, lines: int = 12) -> str:

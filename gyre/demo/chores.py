@@ -10,6 +10,9 @@ Held-out tasks differ from training tasks in two ways, and both are properties o
 - combinations: a combination is the ordered pair of operations that a task asks for. `HELDOUT_PAIRS` never occur in
   training. Each operation stands once in each place of them, so a policy that learned the operations can do them all.
 
+The policy's warm start keeps out of the held-out combinations too. It does see every name, since a small model cannot
+copy a word that it never met; reinforcement learning sees the training names alone.
+
 The seed draws fresh tasks within both sides: `heldout()` of a seed that nobody used holds tasks that nobody saw.
 """
 

@@ -36,8 +36,9 @@ async def move_prefix(
     reason = ""
     try:
         async with asyncio.timeout(deadline_s):
-            lack = await target.kv_lack(token_ids, version)
-            if lack.missing:
+            # An engine computes a prefix's last token in any case, and of a sampled one there is no KV yet.
+            lack = await target.kv_lack(token_ids[:-1], version) if len(token_ids) > 1 else None
+            if lack is not None and lack.missing:
                 info = await source.info()
                 reason = _obstacle(source.url, info, version, lack.layout)
                 if not reason:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gyre.config import OptimizerSection
+from gyre.errors import BadInput
 from gyre.train import cpu_adapter
 from gyre.train.shape import ModelShape
 
@@ -103,6 +104,10 @@ class MegatronModel:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take parameters by Megatron's names into the flat buffer, which may have been freed."""
+        for name, parameter in self.named.items():
+            if weights[name].shape != parameter.shape:
+                allowed = f"{tuple(parameter.shape)} by config.json"
+                raise BadInput(f"model weights {name}", tuple(weights[name].shape), allowed)
         _allocate(self.params)
         with torch.no_grad():
             for name, parameter in self.named.items():

@@ -183,13 +183,13 @@ async def test_a_client_that_goes_away_frees_its_place(engine: EngineUnderTest) 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_paused_request_goes_on_as_if_nothing_had_been(engine: EngineUnderTest, mode: str) -> None:
-    whole = await engine.run(engine.request(new_rid(), 60, max_new_tokens=400))
-    async with Live(engine, engine.request(new_rid(), 60, max_new_tokens=400), first=20) as live:
+    whole = await engine.run(engine.request(new_rid(), 60, max_new_tokens=150))
+    async with Live(engine, engine.request(new_rid(), 60, max_new_tokens=150), first=20) as live:
         await engine.client.pause(mode)  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         reached = len(live.token_ids)
         await asyncio.sleep(0.1)
-        assert len(live.token_ids) == reached < 400, "nothing is sampled while paused"
+        assert len(live.token_ids) == reached < 150, "nothing is sampled while paused"
         assert not live.ended
         await engine.client.resume()
         assert (await live.answer()).token_ids == whole.token_ids
@@ -241,15 +241,15 @@ async def test_a_key_of_another_version_is_a_miss(engine: EngineUnderTest) -> No
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_an_update_under_a_paused_request_shows_in_its_version_spans(engine: EngineUnderTest, mode: str) -> None:
-    async with Live(engine, engine.request(new_rid(), 60, max_new_tokens=300), first=20) as live:
+    async with Live(engine, engine.request(new_rid(), 60, max_new_tokens=120), first=20) as live:
         await engine.client.pause(mode)  # type: ignore[arg-type]
         await engine.client.update_weights(str(engine.other_model), 2)
         await engine.client.resume()
         answer = await live.answer()
     first, second = answer.last.version_spans
     assert (first.version, first.start) == (1, 0)
-    assert second == VersionSpan(2, first.end, 300)
-    assert 20 <= first.end < 300
+    assert second == VersionSpan(2, first.end, 120)
+    assert 20 <= first.end < 120
 
 
 async def test_weights_that_cannot_be_read_are_refused_and_the_old_ones_stay(engine: EngineUnderTest) -> None:

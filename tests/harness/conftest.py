@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -120,5 +121,8 @@ def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 def processes(marker: str) -> list[str]:
     """The command lines on this machine that hold `marker`."""
-    listed = subprocess.run(["ps", "-eo", "args", "-ww"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if marker in line]
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if marker in line]

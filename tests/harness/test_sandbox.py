@@ -15,7 +15,7 @@ import pytest
 import gyre
 from gyre.harness.confine import Sandbox
 
-from .conftest import Bench, python
+from .conftest import Bench, processes, python
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_ending_the_run_ends_what_left_its_session(bench: Bench, sandbox: Sandbo
         folder, sandbox, "sh", "-c", f"setsid -f {marker}; setsid -f sh -c 'trap \"\" TERM; {marker}'; exit 3"
     )
     assert end.code == 3
-    assert marker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not processes(marker)
 
 
 def test_it_works_for_an_ordinary_user(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """A small real job for the tests of the whole: `gyrectl up` and everything below it, as processes of this machine.
 
 The tasks are a folder of our own and the harness is the scripted one, so that a job costs seconds. A run asks the policy
-a few times, with pauses, and leaves a score of its own in its workspace: rewards differ, so every group trains.
+three times and leaves a score of its own in its workspace: rewards differ, so every group trains. Of the two training
+tasks, one waits at a gate in the middle until the test opens it: so a test knows where the job is when it strikes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gyre.actors.messages import Status
+from gyre.children import ProcessRef
 from gyre.cli import client
 from gyre.cli.report import Books
+from gyre.config import load_job
 from gyre.errors import GyreError
+from gyre.harness.tasks import open_source
 from gyre.jobdir import JobDir
 from gyre.store.records import JobState, Purpose, RunRecord, RunState
 from gyre.train.batch import SettledGroup, SettledRun, plan
@@ -30,11 +35,12 @@ from gyre.trajectory.records import Outcome
 DEADLINE_S = 240.0
 """For anything that is waited for: a machine that is busy takes its time, one that hangs never ends."""
 
+WAIT = "timeout 25 sh -c 'until grep -q open gate; do sleep 0.1; done' 2>/dev/null"
 SCRIPT = [
     {"ask": "{task}"},
-    {"sleep": 0.5},
-    {"ask": "go on"},
     {"run": "od -An -N2 -tu2 /dev/urandom | tr -d ' ' > score"},
+    *[{"run": f"[ ! -e gate ] || {WAIT}"}] * 8,
+    {"ask": "go on"},
     {"ask": "and again"},
     {"submit": True},
 ]
@@ -53,6 +59,9 @@ class Job:
     """What differs from `_SETTINGS`."""
     script: Sequence[dict[str, Any]] = tuple(SCRIPT)
     up: subprocess.Popen[str] | None = None
+    gate_is_open: bool = False
+    gyred_bytes: int = 0
+    """The most memory that a gyred of it was seen to have."""
 
     @property
     def dir(self) -> JobDir:
@@ -75,29 +84,56 @@ class Job:
     def write(self) -> Path:
         """The job file. Tasks that nobody added are the plain ones."""
         tasks = self.root / "tasks"
+        if (self.root / "job.toml").exists():
+            return self.root / "job.toml"
         if not (tasks / "train").exists():
-            self.add_task("train/one")
-            self.add_task("train/two")
+            self.add_task("train/gated", {"gate": "closed"})
+            self.add_task("train/free")
         if not (tasks / "heldout").exists():
             self.add_task("heldout/one")
             self.add_task("heldout/two")
         (self.root / "script.json").write_text(json.dumps(list(self.script)))
         lines: list[str] = []
-        for section, keys in _SETTINGS.items():
+        for section in {**_SETTINGS, **self.settings}:
+            keys = {**_SETTINGS.get(section, {}), **self.settings.get(section, {})}
             lines += [f"[{section}]"]
-            lines += [f"{key} = {json.dumps(value)}" for key, value in {**keys, **self.settings.get(section, {})}.items()]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
         file = self.root / "job.toml"
         file.write_text("\n".join(lines) + "\n")
         return file
 
     # ------------------------------------------------------------------------------------------ gyrectl up
 
-    def start(self, *options: str) -> None:
-        """`gyrectl up`, in the background."""
+    def task(self, index: int) -> str:
+        """The name of the training task that the job's group `index` has."""
+        spec = load_job(self.root / "job.toml")
+        return open_source(spec.tasks, spec.job.seed, self.root).train(index).id
+
+    def seen_by(self, pid: int, path: Path) -> Path:
+        """What process `pid` sees at `path`."""
+        return Path(f"/proc/{pid}/root") / path.relative_to("/")
+
+    def start(self, *options: str, journal_bytes: int = 0) -> None:
+        """`gyrectl up`, in the background; with `journal_bytes`, on a disk of its own for the journal that has those."""
         file = self.write()
+        command = [sys.executable, "-m", "gyre.cli.gyrectl", "up", str(file), "--dir", str(self.dir.root), *options]
+        if journal_bytes:
+            self.dir.journal.mkdir(parents=True)
+            mount = f'mount -t tmpfs -o size={journal_bytes} tmpfs "$0" && exec "$@"'
+            command = [
+                "unshare",
+                "--user",
+                "--map-root-user",
+                "--mount",
+                "sh",
+                "-c",
+                mount,
+                str(self.dir.journal),
+                *command,
+            ]
         with (self.root / "up.log").open("a") as log:
             self.up = subprocess.Popen(
-                [sys.executable, "-m", "gyre.cli.gyrectl", "up", str(file), "--dir", str(self.dir.root), *options],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -113,13 +149,42 @@ class Job:
         assert code is not None
         return code
 
+    def open_gate(self, which: str = "") -> None:
+        """Let the runs that are named so go on; or all, those of later steps too.
+
+        The latter is done again at each look: a workspace may just be made.
+        """
+        gates = list(self.dir.runs.glob(f"{which or '*'}/*/workspace/gate"))
+        if not which:
+            self.gate_is_open = True
+            gates += self.root.glob("tasks/*/*/files/gate")
+        for gate in gates:
+            try:
+                if gate.read_text() != "open":
+                    gate.write_text("open")
+            except OSError:  # its workspace was discarded
+                continue
+
+    def _look(self) -> None:
+        if self.gate_is_open:
+            self.open_gate()
+        with suppress(OSError, ValueError):  # there is no gyred just now
+            pid = json.loads(self.dir.gyred_file.read_text())["pid"]
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            resident = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+            self.gyred_bytes = max(self.gyred_bytes, resident)
+
     async def until(self, look: Callable[[], Any], what: str, enough: Callable[[Any], bool] = bool) -> Any:
         """Look again and again until it is enough."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not enough(found := look()):
             assert time.monotonic() < deadline_s, f"waited in vain for {what}; {self.tail()}"
+            self._look()
             await asyncio.sleep(0.05)
         return found
+
+    async def until_logged(self, text: str) -> None:
+        await self.until(lambda: text in self.log, f"{text!r} in the log")
 
     async def status(self) -> Status | None:
         try:
@@ -137,6 +202,7 @@ class Job:
             assert self.up is not None
             assert self.up.poll() is None, f"gyrectl up ended before there was {what}; {self.tail()}"
             assert time.monotonic() < deadline_s, f"waited in vain for {what}, last: {status}; {self.tail()}"
+            self._look()
             await asyncio.sleep(0.05)
 
     async def books(self) -> Books:
@@ -176,8 +242,20 @@ class Job:
 
     def gyred(self) -> int:
         """The pid of the gyred that runs now; 0 when there is none."""
-        pids = [pid for pid, command in self.processes().items() if "gyre.cli.gyred" in command]
-        return pids[0] if len(pids) == 1 else 0
+        try:
+            found = json.loads(self.dir.gyred_file.read_text())
+        except (OSError, ValueError):
+            return 0
+        return int(found["pid"]) if ProcessRef(found["pid"], found["start_ticks"]).alive else 0
+
+    def harnesses(self, which: str = "*") -> dict[str, int]:
+        """The pids of the living runs, by run and attempt."""
+        found: dict[str, int] = {}
+        for path in self.dir.runs.glob(f"{which}/*/process.json"):
+            plain = json.loads(path.read_text())
+            if ProcessRef(plain["pid"], plain["start_ticks"]).alive:
+                found["/".join(path.parent.parts[-2:])] = plain["pid"]
+        return found
 
     def kill_all(self) -> None:
         """For a test that failed: leave nothing behind."""
@@ -203,6 +281,7 @@ class Job:
         assert books.job.state is JobState.FINISHED, f"{books.job}; {self.tail()}"
         assert books.snapshot is not None
         assert books.snapshot.version == steps
+        assert 20e6 < self.gyred_bytes <= 80e6
         assert [step.step for step in books.steps] == list(range(1, steps + 1))
         assert [step.version for step in books.steps] == list(range(1, steps + 1))
         training = {group.group: group for group in books.groups if group.purpose is Purpose.TRAIN}

@@ -170,6 +170,16 @@ async def test_a_move_reports_what_moved_and_moves_nothing_twice(llama: Path) ->
         assert (await move_prefix(source, target, longer, 1, LIMIT_S)).blocks == 2, "only what the target lacks"
 
 
+async def test_the_block_of_the_last_token_is_not_asked_for(llama: Path) -> None:
+    """The last sampled token was never read: a prefix that ends with its block lacks that block's KV everywhere."""
+    ids = prompt(40)
+    async with serving(llama) as source, serving(llama) as target:
+        answer = await sample(source, request(ids, 8))
+        report = await move_prefix(source, target, ids + answer.token_ids, 1, LIMIT_S)
+        assert (report.blocks, report.reason) == (2, "")
+        assert (await move_prefix(source, target, [5], 1, LIMIT_S)).reason == ""
+
+
 async def test_kv_of_another_version_is_refused_and_recomputed(llama: Path, tmp_path: Path) -> None:
     """C14: migration of version-1 KV to a version-2 engine."""
     other = make_model(tmp_path / "other", "llama", seed=5)

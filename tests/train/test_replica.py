@@ -302,6 +302,12 @@ def test_a_torn_snapshot_is_not_loaded(job: Job) -> None:
         replica.load(job.first, 1)
 
 
+def test_a_snapshot_of_another_model_is_not_loaded(job: Job, make_model: MakeModel) -> None:
+    other, _ = make_first_snapshot(make_model(intermediate_size=40, name="other"), job.snapshots_dir / "other")
+    with pytest.raises(BadInput, match="linear_fc1"):
+        job.replica(path=other)
+
+
 # ------------------------------------------------------------------------------------------------ exactly once
 
 

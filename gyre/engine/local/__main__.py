@@ -148,4 +148,8 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed. Taking torch apart module by module would only keep whoever ends us waiting.
+    os._exit(status)

@@ -1,0 +1,173 @@
+"""A site in memory, and actors that stand in for its others: they note what they are told, and fail when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from gyre.actors.messages import DropSums, JobFailed, MergeSums, Ok, OptimizerStep, StepDone
+from gyre.actors.runtime import Actor, handles
+from gyre.actors.site import Site
+from gyre.children import Children
+from gyre.config import BatchSection, HarnessSection, JobSection, JobSpec, ModelSection, TasksSection
+from gyre.errors import GyreError
+from gyre.harness.confine import UNCONFINED
+from gyre.harness.launch import Launcher
+from gyre.harness.profiles import profile
+from gyre.harness.tasks import Task
+from gyre.ids import GroupId, NodeId, RunId, TaskId
+from gyre.jobdir import JobDir
+from gyre.sched.launch import group_id, run_id
+from gyre.store.embedded import EmbeddedStore
+from gyre.store.protocol import Txn
+from gyre.store.records import (
+    GroupRecord,
+    GroupState,
+    JobRecord,
+    JobState,
+    Keys,
+    Purpose,
+    RunRecord,
+    RunState,
+    SnapshotRecord,
+)
+from gyre.store.typed import TypedStore, put_record
+from gyre.telemetry.tracing import Tracing
+from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
+
+SPEC = JobSpec(
+    job=JobSection(name="small", steps=2),
+    model=ModelSection(path="builtin:tiny"),
+    tasks=TasksSection(source="builtin:chores", heldout=0),
+    harness=HarnessSection(profile="scripted"),
+    batch=BatchSection(groups=2, group_size=2, staleness=0, micro_step_tokens=64),
+)
+
+
+class NoTasks:
+    """A source of empty tasks."""
+
+    name = "none"
+    private_folders: tuple[Path, ...] = ()
+
+    def train(self, index: int) -> Task:
+        return Task(TaskId(f"train-{index}"), "do nothing", {}, ("true",), b"{}")
+
+    def heldout(self) -> list[Task]:
+        return []
+
+
+def a_site(tmp_path: Path, spec: JobSpec = SPEC) -> Site:
+    job = JobDir(tmp_path / "job")
+    job.create()
+    children = Children(job.state)
+    return Site(
+        node=NodeId("n0"),
+        spec=spec,
+        job=job,
+        base=tmp_path,
+        model_dir=tmp_path,
+        keys=Keys("small"),
+        store=TypedStore(EmbeddedStore.open(None)),
+        children=children,
+        tracing=Tracing("test"),
+        secret=job.secret(),
+        source=NoTasks(),
+        sandbox=UNCONFINED,
+        launcher=Launcher(children, job.state, profile("scripted"), None, UNCONFINED),
+        hidden=(),
+        active_before_s=0.0,
+    )
+
+
+async def first_records(site: Site) -> None:
+    """The job's record and snapshot 0."""
+    job = JobRecord("small", site.spec.to_json(), JobState.RUNNING, "", 0, 0, None, None, 0.0, 0.0)
+    puts = (put_record(site.keys.job, job), put_record(site.keys.snapshot, SnapshotRecord(0, "digest-0", "v0")))
+    await site.store.commit(Txn(puts=puts))
+
+
+async def settle_group(site: Site, index: int, rewards: tuple[float | None, ...] = (0.0, 1.0)) -> GroupId:
+    """A training group whose runs have ended with these rewards; each run has one lineage of 40 tokens, 10 counted."""
+    group = group_id(Purpose.TRAIN, index)
+    runs = tuple(run_id(group, member) for member in range(len(rewards)))
+    puts = [
+        put_record(
+            site.keys.run(run),
+            RunRecord(
+                run,
+                group,
+                RunState.SETTLED,
+                1,
+                site.node,
+                Outcome.INFRA_FAILED if reward is None else Outcome.FINISHED,
+                reward,
+                "",
+                _trace(run),
+                0.0,
+                0.0,
+            ),
+        )
+        for run, reward in zip(runs, rewards, strict=True)
+    ]
+    record = GroupRecord(group, TaskId("t"), Purpose.TRAIN, index, runs, GroupState.SETTLED, 0, 0)
+    await site.store.commit(Txn(puts=(*puts, put_record(site.keys.group(group), record))))
+    return group
+
+
+def _trace(run: RunId) -> RunTrace:
+    lineage = LineageInfo(0, LineageRole.MAIN, 40, 10, 0)
+    return RunTrace(run, 1, 1, 10, 10, 40, (lineage,), 0, 0, 0, 0.0, "")
+
+
+class Note(Actor):
+    """Notes every message of the types that a subclass handles."""
+
+    def __init__(self, told: list[object]) -> None:
+        self.told = told
+
+
+class CoreReplica(Actor):
+    """The core's replica as the core actor reaches it: it keeps count of what is merged, in place of any gradient."""
+
+    def __init__(self) -> None:
+        self.merged: list[str] = []
+        self.stepped: list[tuple[str, ...]] = []
+        """The transfers that each step was taken on."""
+        self.faults: list[tuple[type, GyreError]] = []
+        """The next message of that type fails so."""
+        self.hold: dict[type, asyncio.Event] = {}
+        """Messages of that type wait for it."""
+        self.seen: list[object] = []
+
+    async def _take(self, message: object) -> None:
+        self.seen.append(message)
+        if type(message) in self.hold:
+            await self.hold[type(message)].wait()
+        for place, (kind, error) in enumerate(self.faults):
+            if isinstance(message, kind):
+                del self.faults[place]
+                raise error
+
+    @handles(DropSums)
+    async def drop(self, message: DropSums) -> Ok:
+        await self._take(message)
+        self.merged.clear()
+        return Ok()
+
+    @handles(MergeSums)
+    async def merge(self, message: MergeSums) -> Ok:
+        await self._take(message)
+        self.merged.append(message.transfer)
+        return Ok()
+
+    @handles(OptimizerStep)
+    async def step(self, message: OptimizerStep) -> StepDone:
+        await self._take(message)
+        self.stepped.append(tuple(self.merged))
+        self.merged.clear()
+        return StepDone(message.version, f"digest-{message.version}", {"micro_steps": 0.0})
+
+
+__all__ = ["SPEC", "CoreReplica", "JobFailed", "Note", "a_site", "first_records", "replace", "settle_group"]
