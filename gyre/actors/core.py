@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from gyre.actors.batch import Batch, Stepping, step_record
 from gyre.actors.messages import (
     Authority,
     Claim,
@@ -34,7 +34,6 @@ from gyre.actors.messages import (
     Lead,
     Merged,
     MergeSums,
-    MicroStep,
     Ok,
     OptimizerStep,
     Progress,
@@ -47,7 +46,6 @@ from gyre.actors.remote import RemoteRef, connect
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
-from gyre.ids import CellId, MicroStepId
 from gyre.sched.launch import batch_of, group_id
 from gyre.store.election import Verdict, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compare
@@ -58,10 +56,9 @@ from gyre.store.records import (
     Purpose,
     RunRecord,
     SnapshotRecord,
-    StepRecord,
 )
 from gyre.store.typed import Versioned, put_record
-from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, learning_rate, plan
+from gyre.train.batch import SettledGroup, SettledRun, learning_rate, plan
 from gyre.train.ledger import Ledger
 from gyre.train.snapshot import keep_newest, snapshot_path
 from gyre.wire import record
@@ -91,36 +88,6 @@ class _Expire:
     pass
 
 
-@dataclass
-class _Batch:
-    """The batch in preparation."""
-
-    ledger: Ledger
-    plans: dict[int, GroupPlan] = field(default_factory=dict[int, GroupPlan])
-    merged: set[MicroStepId] = field(default_factory=set[MicroStepId])
-    metrics: Counter[str] = field(default_factory=Counter[str])
-    """Sums over merged micro-steps, so that each counts once."""
-
-    def untrained(self) -> list[MicroStep]:
-        return [work for made in self.plans.values() for work in made.micro_steps if work.micro_step not in self.merged]
-
-    def restart(self) -> int:
-        """What was merged is lost: it is all to do again. Returns how many micro-steps that is."""
-        self.merged.clear()
-        self.metrics.clear()
-        return len(self.ledger.restart())
-
-
-@dataclass(frozen=True)
-class _Stepping:
-    """The optimizer step under way, and what its batch came to when it was ordered."""
-
-    losses: int
-    micro_steps: int
-    cells: tuple[CellId, ...]
-    metrics: Counter[str]
-
-
 class CoreActor(Actor):
     """Owns the ledger of the batch in preparation, and the authority over the snapshot."""
 
@@ -128,7 +95,7 @@ class CoreActor(Actor):
         self._site = site
         self._token = 0
         self._snapshot: Versioned[SnapshotRecord] | None = None
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._ready = False
         self._fresh = True
         """The core's replica may still hold sums of a batch that this actor knows nothing of."""
@@ -136,7 +103,7 @@ class CoreActor(Actor):
         """Times that the sums in the core's replica were lost: what was asked of it before says nothing after."""
         self._replica_turn = asyncio.Lock()
         self._merging = False
-        self._stepping: _Stepping | None = None
+        self._stepping: Stepping | None = None
         self._stepped = asyncio.Event()
         self._failures = 0
         self._train_tokens = 0.0
@@ -163,7 +130,7 @@ class CoreActor(Actor):
         """A new batch at this snapshot, with the groups that have settled already."""
         site, version = self._site, snapshot.record.version
         self._snapshot = snapshot
-        self._batch = _Batch(Ledger(version + 1, version))
+        self._batch = Batch(Ledger(version + 1, version))
         if version >= site.spec.job.steps:
             self._batch.ledger.close()
             return
@@ -290,7 +257,7 @@ class CoreActor(Actor):
 
     # ------------------------------------------------------------------------------------------ the core's replica
 
-    async def _take_up(self, batch: _Batch) -> None:
+    async def _take_up(self, batch: Batch) -> None:
         """The core cell is in train and its replica holds the batch's version: from now on it can step."""
         assert self._replica is not None
         async with self._replica_turn:
@@ -342,8 +309,7 @@ class CoreActor(Actor):
         if batch is None or not self._step_due():
             return
         self._site.scheduler.tell(Progressed())
-        scored = sum(made.scored_runs for made in batch.plans.values())
-        if scored == 0:
+        if batch.scored_runs == 0:
             reason = "no run of the batch could be scored; see the runs' reasons in the log"
             self._site.scheduler.tell(JobFailed(reason))
             return
@@ -351,12 +317,12 @@ class CoreActor(Actor):
             return
         assert self._replica is not None
         ledger, spec = batch.ledger, self._site.spec
-        self._stepping = _Stepping(self._losses, ledger.total, ledger.cells, Counter(batch.metrics))
+        self._stepping = Stepping(ledger.step, self._losses, ledger.total, ledger.cells, Counter(batch.metrics))
         self._stepped.clear()
         order = OptimizerStep(
             step=ledger.step,
             version=ledger.version + 1,
-            scored_runs=scored,
+            scored_runs=batch.scored_runs,
             lr=learning_rate(spec.optimizer, ledger.step),
             path=str(snapshot_path(self._site.job.snapshots, ledger.version + 1)),
         )
@@ -390,7 +356,7 @@ class CoreActor(Actor):
         assert self._stepping is not None
         path = snapshot_path(site.job.snapshots, done.version)
         record = SnapshotRecord(done.version, done.digest, str(path))
-        step = self._step_record(batch, self._stepping, done)
+        step = step_record(batch.plans, self._stepping, done, time.time())
         while True:
             if self._token == 0:
                 self._give_up_step(f"step {step.step} was taken and there is no leader to publish it")
@@ -431,26 +397,6 @@ class CoreActor(Actor):
             site.cell(cell).tell(authority)
         site.scheduler.tell(Progressed())
 
-    def _step_record(self, batch: _Batch, stepping: _Stepping, done: StepDone) -> StepRecord:
-        plans = [batch.plans[index] for index in sorted(batch.plans)]
-        scored = sum(made.scored_runs for made in plans)
-        return StepRecord(
-            step=batch.ledger.step,
-            version=done.version,
-            groups=tuple(made.group for made in plans),
-            scored_runs=scored,
-            mean_reward=sum(made.reward_sum for made in plans) / scored,
-            counted_tokens=sum(made.counted_tokens for made in plans),
-            micro_steps=stepping.micro_steps,
-            cells=stepping.cells,
-            metrics=step_metrics(stepping.metrics, done.metrics, scored)
-            | {
-                "max_lag": float(max(made.max_lag for made in plans)),
-                "withheld_tokens": float(sum(made.withheld_tokens for made in plans)),
-            },
-            finished_unix_s=time.time(),
-        )
-
     def _end_step(self) -> None:
         self._stepping = None
         self._stepped.set()
@@ -473,17 +419,3 @@ class CoreActor(Actor):
             step_due=self._step_due() or self._stepping is not None,
             train_tokens_s=self._train_tokens / self._train_s if self._train_s > 0 else 0.0,
         )
-
-
-def step_metrics(sums: Mapping[str, float], step: Mapping[str, float], scored_runs: int) -> dict[str, float]:
-    """The batch's metrics from the sums over its micro-steps (names of gyre.loss.objectives) and the step's own."""
-    tokens = sums.get("token_count", 0.0) or 1.0
-    return {
-        "loss": sums.get("weighted_loss_sum", 0.0) / scored_runs,
-        "clip_fraction": sums.get("clipped_count", 0.0) / tokens,
-        "kl": sums.get("kl_sum", 0.0) / tokens,
-        "ratio_deviation": sums.get("ratio_deviation_sum", 0.0) / tokens,
-        "logp_gap": sums.get("logp_gap_sum", 0.0) / tokens,
-        "trained_tokens": sums.get("token_count", 0.0),
-        **step,
-    }

@@ -71,6 +71,7 @@ from gyre.store.records import (
 )
 from gyre.store.typed import TypedStore
 from gyre.telemetry.tracing import Tracing
+from gyre.train.snapshot import clear_unfinished
 
 GATEWAY_EVERY_S = 0.5
 STOP_S = 3.0
@@ -129,12 +130,14 @@ async def run_node(config: NodeConfig) -> None:
     try:
         site = await _site(config, spec, TypedStore(store), tracing)
         ended = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, _end_by_signal, site, ended)
+        if not any(name.startswith("replica") and child.alive for name, child in site.children.adopt().items()):
+            clear_unfinished(job.snapshots)
         try:
             async with asyncio.timeout(None) as limit, ActorSystem.running(config.name, stop_s=STOP_S) as system:
                 await _people(site, system, ended)
                 async with serve(site.refs["node"], job.address("node"), site.secret):
-                    for number in (signal.SIGTERM, signal.SIGINT):
-                        asyncio.get_running_loop().add_signal_handler(number, _tell_end, site.refs["node"])
                     await ended.wait()
                 limit.reschedule(asyncio.get_running_loop().time() + 2 * STOP_S)
                 await asyncio.gather(*(ref.stop(STOP_S) for ref in site.refs.values()))
@@ -149,8 +152,11 @@ async def run_node(config: NodeConfig) -> None:
         await store.close()
 
 
-def _tell_end(node: LocalRef) -> None:
-    node.tell(EndNode("gyred was sent a signal to end"))
+def _end_by_signal(site: Site, ended: asyncio.Event) -> None:
+    if not site.stopping:
+        site.say("ending: gyred was sent a signal to end")
+    site.stopping = True
+    ended.set()
 
 
 async def _site(config: NodeConfig, spec: JobSpec, store: TypedStore, tracing: Tracing) -> Site:

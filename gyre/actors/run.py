@@ -185,6 +185,8 @@ class RunActor(Actor):
             await self._open(run, ticket)
         except Refused as error:  # it was closed, and its end not written down: asked again, the gateway has its trace
             self._site.say(f"{run.run}: {error}")
+        # An evaluator that an earlier gyred has started would speak for ours.
+        await asyncio.to_thread(keeper.end_marked, f"{run.run}/{run.attempt}/evaluation")
         self._site.say(f"adopted {run.run} (pid {process.ref.pid})")
         return process, ticket
 

@@ -214,7 +214,10 @@ async def _watch(job: JobDir, console: Console, interrupts: Callable[[], int]) -
             if code == TAKEN and (other := _Gyred.running(job)) is not None:
                 gyred = other
             elif code is not None:
-                if code == 0 or stopping_since is not None:
+                if code == 0:
+                    break
+                if stopping_since is not None:
+                    await _end_children(job)
                     break
                 if code == 2 or (len(deaths) == RESTARTS and time.monotonic() - deaths[0] < RESTART_WINDOW_S):
                     tail = _tail(job.logs / "gyred.log")

@@ -7,9 +7,9 @@ bool | null}`. Prints one line `{"score": s}` with s in [0, 1], or exits with st
 was wrong.
 
 Each expected file is worth an equal share: a tenth of it when the file is there, all of it when its content is
-right. A run that did not submit its work loses a fifth of a point, down to 0: without that a policy is free to
-forget how to end. Where the harness does not tell whether it submitted (null), a finished run is taken to have done
-so, a timed-out run not.
+right. A run that did not submit its work loses half a point, down to 0: with less, a run that did its chores and then
+broke off would still stand above the mean of its group, and training would reinforce the breaking off. Where the
+harness does not tell whether it submitted (null), a finished run is taken to have done so, a timed-out run not.
 
 Only the standard library is used, and little of it: this file is a process of its own for every run.
 """
@@ -20,7 +20,7 @@ import stat
 import sys
 
 SHARE_FOR_EXISTING = 0.1
-LOSS_WHEN_NOT_SUBMITTED = 0.2
+LOSS_WHEN_NOT_SUBMITTED = 0.5
 READ_LIMIT_BYTES = 1 << 20
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gyre.actors.messages import LineageWork, MicroStep
 from gyre.errors import BadInput
+from gyre.loss.weights import run_weight
 from gyre.trajectory.records import Lineage
 
 
@@ -85,7 +86,7 @@ def _pad(rows: Sequence[_Row]) -> Rows:
         behaviour=torch.from_numpy(behaviour),
         counted=torch.from_numpy(counted),
         advantages=torch.tensor([row.work.advantage for row in rows], dtype=torch.float32),
-        weights=torch.tensor([1.0 / row.work.run_counted_tokens for row in rows], dtype=torch.float32),
+        weights=torch.tensor([run_weight(row.work.run_counted_tokens) for row in rows], dtype=torch.float32),
     )
 
 

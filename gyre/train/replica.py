@@ -28,6 +28,7 @@ from gyre.config import LossSection, OptimizerSection
 from gyre.errors import GyreError, Refused
 from gyre.ids import MicroStepId
 from gyre.loss.objectives import token_losses
+from gyre.loss.weights import batch_weight
 from gyre.train import snapshot
 from gyre.train.maps import read_hf_weights, to_hf, to_megatron
 from gyre.train.megatron import AdamW, MegatronModel, start_groups
@@ -261,7 +262,7 @@ class Replica:
         if self._batch is None:
             return 0.0
         grads = self._model.grads
-        grads.copy_(self._batch).div_(order.scored_runs)
+        grads.copy_(self._batch).mul_(batch_weight(order.scored_runs))
         if not torch.isfinite(grads.sum()):
             self.drop()
             raise NotFinite("the gradient of the batch is not finite")

@@ -67,22 +67,23 @@ def test_each_expected_file_counts_its_share_and_a_wrong_one_a_tenth_of_it(
 @pytest.mark.parametrize(
     ("outcome", "submitted", "right"),
     [
-        ("finished", True, 0.5),
-        ("finished", None, 0.5),
-        ("finished", False, 0.3),
-        ("timed_out", False, 0.3),
-        ("timed_out", None, 0.3),
-        ("timed_out", True, 0.5),
+        ("finished", True, 1.0),
+        ("finished", None, 1.0),
+        ("finished", False, 0.5),
+        ("timed_out", False, 0.5),
+        ("timed_out", None, 0.5),
+        ("timed_out", True, 1.0),
     ],
 )
-def test_a_run_that_did_not_submit_loses_a_fifth_of_a_point(
+def test_a_run_that_did_not_submit_loses_half_a_point(
     tmp_path: Path, outcome: str, submitted: bool | None, right: float
 ) -> None:
-    assert score(evaluate(tmp_path, {"robin": "6\n"}, outcome=outcome, submitted=submitted)) == pytest.approx(right)
+    assert score(evaluate(tmp_path, EXPECTED, outcome=outcome, submitted=submitted)) == pytest.approx(right)
 
 
 def test_the_score_never_falls_below_zero(tmp_path: Path) -> None:
     assert score(evaluate(tmp_path, {"robin": "7\n"}, submitted=False)) == 0.0
+    assert score(evaluate(tmp_path, {"robin": "6\n"}, submitted=False)) == 0.0
 
 
 def test_what_is_not_a_plain_file_counts_nothing_and_blocks_nothing(tmp_path: Path) -> None:
