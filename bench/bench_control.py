@@ -52,7 +52,9 @@ def plan_seconds() -> float:
         CellView(CellId(f"c{n}"), n == 0, Role.TRAIN if n % 3 == 0 else Role.ROLLOUT, Role.ROLLOUT, 48, n % 50)
         for n in range(1000)
     )
-    view = ClusterView(cells, 9000, 20000, 4000, 4000 * 70_000, 0, False, False, 16_000, 1, 1440.0, 1440.0, 7e4, 4e4, 12.0)
+    view = ClusterView(
+        cells, 9000, 20000, 4000, 4000 * 70_000, 0, False, False, 16_000, 1, 1440.0, 1440.0, 7e4, 4e4, 12.0
+    )
     began = perf_counter()
     decide(view, PolicyParams())
     return perf_counter() - began

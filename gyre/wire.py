@@ -104,7 +104,7 @@ def unpack_any(data: bytes) -> Any:
         return None
     if not (isinstance(plain, list) and len(plain) == 2 and isinstance(plain[0], str)):  # pyright: ignore[reportUnknownArgumentType]
         raise BadInput("message", str(plain)[:60], "it must be [name, record]")
-    cls = _by_name.get(cast(str, plain[0]))
+    cls = _by_name.get(plain[0])
     if cls is None:
         raise BadInput("message", plain[0], "the name must be that of a declared record")
     try:

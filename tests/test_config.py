@@ -63,11 +63,19 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (("steps = 3", "steps = 3\nstep = 4"), "job.step: no such key; allowed here: dir, name, seed, steps"),
         (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, harness,"),
         (("steps = 3", "steps = 3\n[loss]\nkind = 'ppo'"), "loss.kind: 'ppo' is not allowed; input should be 'gspo'"),
-        (("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"), "optimizer.betas.1: 1.0 is not allowed; input should be less than 1"),
-        (("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"), "limits.run_s: -1.0 is not allowed; input should be greater than 0"),
+        (
+            ("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"),
+            "optimizer.betas.1: 1.0 is not allowed; input should be less than 1",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"),
+            "limits.run_s: -1.0 is not allowed; input should be greater than 0",
+        ),
     ],
 )
-def test_a_fault_is_one_line_that_names_key_value_and_allowed(tmp_path: Path, change: tuple[str, str], line: str) -> None:
+def test_a_fault_is_one_line_that_names_key_value_and_allowed(
+    tmp_path: Path, change: tuple[str, str], line: str
+) -> None:
     found = faults(tmp_path, GOOD.replace(*change))
     assert len(found) == 1
     assert found[0].startswith(line)

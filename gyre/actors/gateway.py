@@ -226,8 +226,7 @@ class GatewayActor(Actor):
         """The run's trace; an empty one for an attempt that the gateway has never let in."""
         try:
             return await self._ask(message, CLOSE_S, RunTrace)
-        except Refused as error:
-            self._site.say(f"{message.run}: {error}")
+        except Refused:
             return RunTrace(message.run, message.attempt, 0, 0, 0, 0, (), 0, 0, 0, 0.0, "")
         finally:
             opened = self._site.open_runs.get(message.run)

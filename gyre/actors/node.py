@@ -74,8 +74,9 @@ from gyre.telemetry.tracing import Tracing
 from gyre.train.snapshot import clear_unfinished
 
 GATEWAY_EVERY_S = 0.5
-STOP_S = 3.0
-"""For the actors to end after what they are at, and again for those that have to be cancelled."""
+STOP_S = 2.0
+"""For an actor to end what it is at; then it is cancelled, for it may wait for somebody who does not answer."""
+STOP_ALL_S = 15.0
 END_GRACE_S = 5.0
 
 
@@ -139,10 +140,11 @@ async def run_node(config: NodeConfig) -> None:
                 await _people(site, system, ended)
                 async with serve(site.refs["node"], job.address("node"), site.secret):
                     await ended.wait()
-                limit.reschedule(asyncio.get_running_loop().time() + 2 * STOP_S)
-                await asyncio.gather(*(ref.stop(STOP_S) for ref in site.refs.values()))
+                limit.reschedule(asyncio.get_running_loop().time() + STOP_ALL_S)
+                for names in (("node",), [f"cell-{cell}" for cell in site.cells], ("core", "scheduler"), ("gateway",)):
+                    await asyncio.gather(*(site.refs[name].stop(STOP_S) for name in names))
         except TimeoutError:
-            site.say(f"not every actor has stopped within {2 * STOP_S:g} s; the children are ended all the same")
+            site.say(f"not every actor has stopped within {STOP_ALL_S:g} s; the children are ended all the same")
         await site.launcher.stop()
         await end_left_runs(job.runs)
         await site.children.end_all(END_GRACE_S)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from gyre.actors.measures import Measures
 from gyre.actors.messages import GetProgress, JobFailed, Lead, Progress, Progressed, WhoLeads
 from gyre.actors.mirror import Mirror
 from gyre.actors.runtime import Actor, handles
@@ -41,14 +41,11 @@ from gyre.store.records import (
 )
 from gyre.store.typed import Versioned, put_record
 from gyre.train.snapshot import make_first_snapshot
-from gyre.trajectory.records import RunTrace
 from gyre.wire import record
 
 T = TypeVar("T")
 
 LEASE_S = 5.0
-MEASURED_RUNS = 256
-MEASURED_SWITCHES = 20
 WRITTEN_TICKS = 20
 TICK_S = 0.5
 """Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
@@ -93,14 +90,8 @@ class SchedulerActor(Actor):
         self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._params = PolicyParams(**spec.scheduler.model_dump())
-        self._traces: deque[RunTrace] = deque(maxlen=MEASURED_RUNS)
-        """Of runs that have been trained."""
-        self._sampled = (0.0, 0)
+        self._measures = Measures()
         self._ticks = 0
-        self._run_train_tokens = 0.0
-        self._run_sampled_tokens = 0.0
-        self._switch_s = 0.0
-        self._rollout_tokens_s = 0.0
         self._following = False
         self._woken = False
 
@@ -209,7 +200,8 @@ class SchedulerActor(Actor):
     @handles(_Tick)
     async def on_tick(self, _: _Tick) -> None:
         self.after(TICK_S, _Tick())
-        self._measure()
+        self._measures.look(self.now_s, self._site.gateway_status, self._roles.records, self._runs.records)
+        self._measures.look_at_switches(self._switches.records)
         self._ticks += 1
         if self._ticks % WRITTEN_TICKS == 0:  # so that a killed gyred loses little of the time that was worked
             await self._update_job()
@@ -257,7 +249,7 @@ class SchedulerActor(Actor):
             for run in group.runs:
                 found = self._run(run)
                 if found is not None and found.trace is not None:
-                    self._traces.append(found.trace)
+                    self._measures.trained(found.trace)
                 self._runs.drop(self._site.keys.run(run))
             self._groups.drop(self._site.keys.group(group.group))
 
@@ -361,27 +353,6 @@ class SchedulerActor(Actor):
 
     # ------------------------------------------------------------------------------------------ roles
 
-    def _measure(self) -> None:
-        """How fast the cells sample, how much a run brings, and what a switch costs: from the job's own records."""
-        status = self._site.gateway_status
-        if status is not None:
-            at, before = self._sampled
-            self._sampled = (self.now_s, status.sampled_tokens)
-            serving = sum(role.observed is Role.ROLLOUT for role in self._roles.records)
-            if at and serving and status.calls_in_flight:
-                speed = (status.sampled_tokens - before) / max(1e-3, self.now_s - at) / serving
-                self._rollout_tokens_s = 0.8 * self._rollout_tokens_s + 0.2 * speed if self._rollout_tokens_s else speed
-        traces = [*self._traces, *(run.trace for run in self._runs.records if run.trace is not None)][-MEASURED_RUNS:]
-        self._run_train_tokens = mean([float(sum(item.tokens for item in trace.lineages)) for trace in traces]) or 0.0
-        self._run_sampled_tokens = mean([float(trace.sampled_tokens) for trace in traces]) or 0.0
-        lasted = {
-            end: mean(
-                [s.ended_unix_s - s.started_unix_s for s in self._switches.records[-MEASURED_SWITCHES:] if s.end is end]
-            )
-            for end in (Role.TRAIN, Role.ROLLOUT)
-        }
-        self._switch_s = sum(cost or 0.0 for cost in lasted.values())
-
     def _view(self, roles: Mapping[CellId, CellRoleRecord], progress: Progress) -> ClusterView:
         spec, gateway = self._site.spec, self._site.gateway_status
         in_flight = gateway.in_flight if gateway else {}
@@ -416,10 +387,10 @@ class SchedulerActor(Actor):
             batch_runs=spec.batch.groups * spec.batch.group_size,
             staleness=spec.batch.staleness,
             train_tokens_s=progress.train_tokens_s,
-            rollout_tokens_s=self._rollout_tokens_s,
-            run_train_tokens=self._run_train_tokens,
-            run_sampled_tokens=self._run_sampled_tokens,
-            switch_s=self._switch_s,
+            rollout_tokens_s=self._measures.rollout_tokens_s,
+            run_train_tokens=self._measures.run_train_tokens,
+            run_sampled_tokens=self._measures.run_sampled_tokens,
+            switch_s=self._measures.switch_s,
         )
 
     async def _set_roles(self) -> None:

@@ -289,7 +289,7 @@ def _finish(job: JobDir, spec: JobSpec, options: Options, console: Console, *, i
         return 0
     if state is JobState.FAILED:
         reason = books.job.reason if books.job else "it never began"
-        console.print(f"gyre: the job failed: {reason}", style="red", markup=False)
+        console.print(f"gyre: the job failed: {reason}", style="red", markup=False, soft_wrap=True)
         return 1
     console.print(
         f"gyre: stopped; go on with: gyrectl up {options.job} --resume --dir {job.root}", markup=False, soft_wrap=True

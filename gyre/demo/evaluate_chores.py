@@ -7,9 +7,9 @@ bool | null}`. Prints one line `{"score": s}` with s in [0, 1], or exits with st
 was wrong.
 
 Each expected file is worth an equal share: a tenth of it when the file is there, all of it when its content is
-right. A run that did not submit its work loses half a point, down to 0: with less, a run that did its chores and then
-broke off would still stand above the mean of its group, and training would reinforce the breaking off. Where the
-harness does not tell whether it submitted (null), a finished run is taken to have done so, a timed-out run not.
+right. A run that did not submit its work gets three tenths of that: with more, a run that did its chores and then
+broke off would stand above the mean of its group, and training would reinforce the breaking off. Where the harness
+does not tell whether it submitted (null), a finished run is taken to have done so, a timed-out run not.
 
 Only the standard library is used, and little of it: this file is a process of its own for every run.
 """
@@ -20,7 +20,7 @@ import stat
 import sys
 
 SHARE_FOR_EXISTING = 0.1
-LOSS_WHEN_NOT_SUBMITTED = 0.5
+SHARE_WHEN_NOT_SUBMITTED = 0.3
 READ_LIMIT_BYTES = 1 << 20
 
 
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 def score(expected: dict[str, str], workspace: str, submitted: bool) -> float:
     """The score in [0, 1] of a workspace against the files it should hold."""
     work = sum(_share(os.path.join(workspace, name), content) for name, content in expected.items()) / len(expected)
-    return round(max(0.0, work if submitted else work - LOSS_WHEN_NOT_SUBMITTED), 6)
+    return round(work if submitted else SHARE_WHEN_NOT_SUBMITTED * work, 6)
 
 
 def _share(path: str, content: str) -> float:

@@ -170,9 +170,8 @@ def _integral(value: Any) -> Any:
 
 def digest(*parts: str | bytes) -> bytes:
     """A digest of the parts, in which no part can pass for the end of another."""
-    state = xxhash.xxh3_128()
+    pieces: list[bytes] = []
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.digest()
+        pieces += (len(data).to_bytes(8, "little"), data)
+    return xxhash.xxh3_128_digest(b"".join(pieces))

@@ -43,14 +43,13 @@ class Prompts:
         self._systems: dict[bytes, str] = {}
 
     def of(self, conversation: Conversation, walk: Walk) -> Prompt:
-        messages = [self._pinned(message) for message in conversation.messages]
         if walk.base is not None:
             prompt, output = self._history(walk.base)
-            suffix = self._extended(
-                prompt, output, messages[walk.new_from :], walk.turns[walk.new_from :], conversation.tools
-            )
+            new = [self._pinned(message) for message in conversation.messages[walk.new_from :]]
+            suffix = self._extended(prompt, output, new, walk.turns[walk.new_from :], conversation.tools)
             if suffix is not None:
                 return Prompt(walk.base, suffix, prompt + output + suffix)
+        messages = [self._pinned(message) for message in conversation.messages]
         whole = self._whole(messages, walk.turns, conversation.tools)
         return Prompt(None, whole, whole)
 

@@ -63,10 +63,10 @@ class Threads:
                 turn = self._here(chain, message, key)
                 if turn is not None:
                     base, new_from = turn, place + 1
-                    chain = digest(chain, "call", turn)
+                    chain = digest(chain, turn)
                 else:
                     turn = self._elsewhere(message, key)
-                    chain = digest(chain, "turn", key)
+                    chain = digest(chain, key)
             else:
                 chain = digest(chain, message_key(message))
             turns.append(turn)

@@ -275,12 +275,15 @@ class Session:
 
     def _settle(self, call: Call, end: Mapping[str, Any]) -> tuple[str, ...]:
         """Take an ended call in, from its own end or the journal's; returns the ids that were minted for it."""
-        prompt = self.prompt_of(call)
-        parsed = self._rendering.parse(call.output, prompt)
+        # A suffix ends with the generation prompt: all of the prompt that parsing looks at.
+        parsed = self._rendering.parse(call.output, call.suffix)
         dialect, stem = self._dialects[call.dialect], self._stem(call)
         calls = tuple(
             ToolCall(dialect.mint(stem, place), name, arguments)
             for place, (name, arguments) in enumerate(parsed.tool_calls)
+        )
+        self.tree.add_call(
+            call.id, call.base, call.suffix, call.output, call.logprobs, call.versions, call.role, delivered=False
         )
         call.answer = Answer(
             text=before_stop(parsed.text, end["stop_sequence"]),
@@ -288,12 +291,9 @@ class Session:
             tool_calls=calls,
             finish=Finish(end["finish"]),
             stop_sequence=end["stop_sequence"],
-            prompt_tokens=len(prompt),
+            prompt_tokens=self.tree.prompt_tokens(call.id),
             output_tokens=len(call.output),
             cached_tokens=end["cached_tokens"],
-        )
-        self.tree.add_call(
-            call.id, call.base, call.suffix, call.output, call.logprobs, call.versions, call.role, delivered=False
         )
         minted = self.reply(call, "").ids()
         self._threads.add(call.id, call.thread, answer_key(call.answer.text, calls), minted)

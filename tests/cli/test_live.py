@@ -56,7 +56,17 @@ def shown(status: Status) -> str:
 
 def test_step_reward_water_level_roles_and_switches_are_there() -> None:
     text = shown(STATUS)
-    for part in ("3/12", "0.438", "before 0.250", "13", "5 queued, 8 live", "train", "rollout", "3 to train, 2 back", "42 ms"):
+    for part in (
+        "3/12",
+        "0.438",
+        "before 0.250",
+        "13",
+        "5 queued, 8 live",
+        "train",
+        "rollout",
+        "3 to train, 2 back",
+        "42 ms",
+    ):
         assert part in text
 
 

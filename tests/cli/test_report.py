@@ -45,7 +45,9 @@ def group(name: str, purpose: Purpose) -> GroupRecord:
 def switch(start: Role, end: Role, begin_s: float, *, desired: Role | None = None) -> SwitchRecord:
     stages = (StageRecord("drain", 0.1),)
     name = SwitchId(f"c0-{begin_s}")
-    return SwitchRecord(name, CellId("c0"), 1, start, end, desired or end, begin_s, begin_s + 1, stages, "t", 1, 2, 3, 0.1, "")
+    return SwitchRecord(
+        name, CellId("c0"), 1, start, end, desired or end, begin_s, begin_s + 1, stages, "t", 1, 2, 3, 0.1, ""
+    )
 
 
 BOOKS = Books(
@@ -129,7 +131,12 @@ async def test_the_books_are_what_the_store_holds() -> None:
     for each in reversed(BOOKS.switches):
         await typed.put(keys.switch(each.switch), each)
     books = await read_books(store, keys)
-    assert (books.job, books.snapshot, books.steps, books.cells) == (BOOKS.job, BOOKS.snapshot, BOOKS.steps, BOOKS.cells)
+    assert (books.job, books.snapshot, books.steps, books.cells) == (
+        BOOKS.job,
+        BOOKS.snapshot,
+        BOOKS.steps,
+        BOOKS.cells,
+    )
     assert sorted(books.runs, key=lambda r: r.run) == sorted(BOOKS.runs, key=lambda r: r.run)
     assert books.switches == BOOKS.switches  # in the order they happened
     await store.close()

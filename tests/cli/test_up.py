@@ -98,7 +98,11 @@ def test_a_folder_that_cannot_be_written_is_named(job_file: Path, tmp_path: Path
         ("builtin:chores", "no/such", "no/such"),
         ("max_tokens = 24", "max_tokens = 4096", "sampling.max_tokens: 4096 is not allowed"),
         ("[harness]", "[harness]\nprofile = 'cursor'", "harness.profile: 'cursor' is not allowed; one of "),
-        ("[tasks]", "[server]\nhost = '192.0.2.1'\nport = 4000\n[tasks]", "server.port: 4000 on '192.0.2.1' is not allowed"),
+        (
+            "[tasks]",
+            "[server]\nhost = '192.0.2.1'\nport = 4000\n[tasks]",
+            "server.port: 4000 on '192.0.2.1' is not allowed",
+        ),
     ],
 )
 def test_what_a_job_names_must_be_there(job_file: Path, old: str, new: str, line: str) -> None:

@@ -69,21 +69,21 @@ def test_each_expected_file_counts_its_share_and_a_wrong_one_a_tenth_of_it(
     [
         ("finished", True, 1.0),
         ("finished", None, 1.0),
-        ("finished", False, 0.5),
-        ("timed_out", False, 0.5),
-        ("timed_out", None, 0.5),
+        ("finished", False, 0.3),
+        ("timed_out", False, 0.3),
+        ("timed_out", None, 0.3),
         ("timed_out", True, 1.0),
     ],
 )
-def test_a_run_that_did_not_submit_loses_half_a_point(
+def test_a_run_that_did_not_submit_gets_three_tenths(
     tmp_path: Path, outcome: str, submitted: bool | None, right: float
 ) -> None:
     assert score(evaluate(tmp_path, EXPECTED, outcome=outcome, submitted=submitted)) == pytest.approx(right)
 
 
-def test_the_score_never_falls_below_zero(tmp_path: Path) -> None:
-    assert score(evaluate(tmp_path, {"robin": "7\n"}, submitted=False)) == 0.0
-    assert score(evaluate(tmp_path, {"robin": "6\n"}, submitted=False)) == 0.0
+def test_a_run_that_broke_off_still_gets_its_part_of_the_credit(tmp_path: Path) -> None:
+    half = evaluate(tmp_path, {"robin": "6\n"}, outcome="timed_out", submitted=False)
+    assert score(half) == pytest.approx(0.15)
 
 
 def test_what_is_not_a_plain_file_counts_nothing_and_blocks_nothing(tmp_path: Path) -> None:

@@ -45,5 +45,11 @@ def test_every_command_of_the_demonstrations_is_one_action_within_the_answers_li
         assert len(answer) + 1 <= CONFIG["model"]["model_kwargs"]["max_tokens"]
 
 
-def test_a_listed_task_fits_the_step_limit_with_room_for_a_mistake() -> None:
-    assert CONFIG["agent"]["step_limit"] > len(("read the list", "first chore", "second chore", "submit"))
+@pytest.mark.parametrize("answer", ["", "tac plum > fig", "```\n\n```", "```\ntac plum > fig", "ok"])
+def test_an_answer_without_a_command_is_no_action_and_ends_the_run(answer: str) -> None:
+    assert re.findall(CONFIG["model"]["action_regex"], answer, re.DOTALL) == []
+    assert CONFIG["agent"]["max_consecutive_format_errors"] == 1
+
+
+def test_the_step_limit_is_what_the_longest_task_needs() -> None:
+    assert CONFIG["agent"]["step_limit"] == len(("read the list", "first chore", "second chore", "submit"))

@@ -324,6 +324,12 @@ def _settled(run: RunRecord) -> SettledRun:
     return SettledRun(run.run, run.attempt, run.reward, run.outcome, run.trace)
 
 
+def gated(status: Status) -> bool:
+    """The first training runs are at their gate: the three of the gated task are live, and nothing is left of others."""
+    runs = [name for name in status.pids if name.startswith("run-")]
+    return status.phase == "training" and (status.live, status.queued, len(runs)) == (3, 0, 3)
+
+
 def is_there(found: object) -> bool:
     return found is not None
 

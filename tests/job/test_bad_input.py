@@ -19,7 +19,7 @@ SCRIPT = [
     {"run": "[ ! -e never ] || sleep 1000"},
     {"submit": True},
 ]
-RUN_S = 40.0
+RUN_S = 60.0
 
 
 async def test_each_bad_thing_is_the_end_of_its_own_run_only(make_job: Callable[..., Job]) -> None:
@@ -66,7 +66,7 @@ async def test_each_bad_thing_is_the_end_of_its_own_run_only(make_job: Callable[
     for run in runs["endless"]:
         assert (run.outcome, run.attempt) == (Outcome.TIMED_OUT, 1)
         assert run.reward is not None
-        assert "limit of 40 s" in run.reason
+        assert "limit of 60 s" in run.reason
     for run in runs["crash"]:
         assert (run.outcome, run.reward, run.attempt) == (Outcome.EVALUATOR_FAILED, None, 1)
         assert "the scorer is broken" in run.reason

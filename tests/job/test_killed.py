@@ -10,12 +10,7 @@ from collections.abc import Callable
 from gyre.actors.messages import CellStatus, Status
 from gyre.store.records import Role
 
-from .a_job import Job
-
-
-def gated(status: Status) -> bool:
-    """The first training runs are at their gate: the three of the gated task are live, the others have settled."""
-    return status.phase == "training" and status.live == 3 and status.queued == 0
+from .a_job import Job, gated
 
 
 def cell(status: Status, which: str) -> CellStatus:

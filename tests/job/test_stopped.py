@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from .a_job import Job
+from .a_job import Job, gated
 
 STOP_S = 30.0
 """A stop that takes longer hangs; on a free machine it takes one or two seconds."""
@@ -46,8 +46,8 @@ async def test_ctrl_c_ends_all_and_resume_goes_on_from_the_last_snapshot(job: Jo
 
 async def test_a_killed_gyrectl_leaves_the_job_running_and_resume_watches_it(job: Job) -> None:
     job.start()
-    status = await job.until_status("runs at the gate", lambda now: now.phase == "training" and now.live == 3)
-    gyred = job.gyred()
+    status = await job.until_status("runs at the gate", gated)
+    gyred, harnesses = job.gyred(), job.harnesses("t*")
     assert job.up is not None
     job.up.kill()
     job.up.wait()
@@ -56,8 +56,10 @@ async def test_a_killed_gyrectl_leaves_the_job_running_and_resume_watches_it(job
     assert await job.ended() == 2
     assert "job.steps: 'given' is not allowed; the job is running" in job.said
     job.start("--resume")
-    now = await job.until_status("the same gyred", lambda now: now.live == 3)
-    assert (job.gyred(), now.pids) == (gyred, status.pids)
+    now = await job.until_status("the same runs", lambda now: now.live == 3)
+    assert job.gyred() == gyred
+    assert job.harnesses("t*") == harnesses
+    assert (now.pids.items() ^ status.pids.items()) == set()
     job.open_gate()
     assert await job.ended() == 0
     await job.check_books(2)
@@ -65,7 +67,7 @@ async def test_a_killed_gyrectl_leaves_the_job_running_and_resume_watches_it(job
 
 async def test_a_second_ctrl_c_ends_a_gyred_that_hangs_and_sigterm_ends_one_that_does_not(job: Job) -> None:
     job.start()
-    await job.until_status("runs at the gate", lambda now: now.phase == "training" and now.live == 3)
+    await job.until_status("runs at the gate", gated)
     assert job.up is not None
     os.kill(job.gyred(), signal.SIGSTOP)
     job.up.send_signal(signal.SIGINT)
@@ -74,7 +76,7 @@ async def test_a_second_ctrl_c_ends_a_gyred_that_hangs_and_sigterm_ends_one_that
     assert await stopped(job) == 130
 
     job.start("--resume")
-    status = await job.until_status("runs at the gate again", lambda now: now.phase == "training" and now.live == 3)
+    status = await job.until_status("runs at the gate again", gated)
     os.kill(status.pids["gateway"], signal.SIGSTOP)  # it answers nobody: the stop must not wait for it
     os.kill(job.gyred(), signal.SIGTERM)
     assert await stopped(job) == 1
@@ -106,8 +108,9 @@ async def test_a_port_taken_after_the_check_fails_the_job_with_the_reason(make_j
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert await job.ended() == 1
-    assert f"{port}" in job.said.splitlines()[-1]
-    assert "the job failed: the gateway cannot run" in job.said
+    last = job.said.splitlines()[-1]
+    assert "the job failed: the gateway cannot run" in last
+    assert f"server.port: {port} is not allowed" in last
 
 
 def test_gyred_imports_nothing_heavy() -> None:

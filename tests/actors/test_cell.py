@@ -1,0 +1,371 @@
+"""The cell actor around its role machine: what it does to its processes and tells the others, in which order, through
+orders, new versions, deaths, failures and its own restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from gyre.actors.cell import CellActor
+from gyre.actors.cell_processes import AdoptedEngine
+from gyre.actors.messages import (
+    Authority,
+    CellStatus,
+    Claim,
+    ClaimMicroStep,
+    CoreLeaving,
+    CoreLost,
+    DrainEngine,
+    DrainReport,
+    GetCellStatus,
+    GiveBack,
+    Ok,
+    RouteChanged,
+)
+from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
+from gyre.actors.site import Site
+from gyre.children import ExitStatus
+from gyre.errors import GyreError, Unavailable
+from gyre.ids import CellId
+from gyre.store.protocol import Compare, Txn
+from gyre.store.records import CellRoleRecord, Role, SwitchRecord
+from gyre.store.typed import put_record
+
+from .stand_ins import a_site, first_records
+
+CELL = CellId("c0")
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Process:
+    """A child that lives until it is sent a signal."""
+
+    name: str
+    pid: int
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def alive(self) -> bool:
+        return not self.died.is_set()
+
+    def signal(self, _: int) -> bool:
+        self.died.set()
+        return True
+
+    async def wait(self) -> ExitStatus:
+        await self.died.wait()
+        return ExitStatus(signal=9)
+
+
+@dataclass
+class Machine:
+    """What outlives the actor: the two processes, what was done to them and told to others, and the faults to come."""
+
+    engine: Process | None = None
+    engine_version: int = -1
+    replica: Process | None = None
+    pids: int = 100
+    done: list[str] = field(default_factory=list)
+    faults: dict[str, GyreError] = field(default_factory=dict)
+    hold: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def do(self, what: str) -> None:
+        self.done.append(what)
+        if what in self.hold:
+            await self.hold[what].wait()
+        if what in self.faults:
+            raise self.faults.pop(what)
+
+    def start(self, name: str) -> Process:
+        self.pids += 1
+        return Process(name, self.pids)
+
+
+class Processes:
+    """In place of gyre.actors.cell_processes.CellProcesses."""
+
+    machine: Machine
+
+    def __init__(self, site: Site, cell: CellId) -> None:
+        self.cell = cell
+        self.engine: Process | None = None
+        self.replica: Process | None = None
+        self.engine_url = ""
+        self.replica_ref = None
+
+    async def close(self) -> None:
+        return
+
+    async def adopt_engine(self, observed: Role) -> AdoptedEngine | None:
+        self.engine = self.machine.engine
+        if self.engine is None or not self.engine.alive:
+            return None
+        await self.machine.do("adopt engine")
+        self.engine_url = "http://engine"
+        released = observed in (Role.LOADING, Role.TRAIN, Role.UNLOADING)
+        return AdoptedEngine(-1 if released else self.machine.engine_version, released)
+
+    async def start_engine(self, version: int) -> None:
+        await self.stop_engine()
+        await self.machine.do(f"start engine {version}")
+        self.engine = self.machine.engine = self.machine.start("engine-c0")
+        self.machine.engine_version = version
+        self.engine_url = "http://engine"
+
+    async def stop_engine(self) -> None:
+        self.engine = None
+        if self.machine.engine is not None:
+            self.machine.engine.signal(9)
+
+    async def release_engine(self) -> None:
+        await self.machine.do("release engine")
+
+    async def resume_engine(self) -> None:
+        await self.machine.do("resume engine")
+
+    async def load_weights(self, version: int) -> int:
+        await self.machine.do(f"load weights {version}")
+        self.machine.engine_version = version
+        return version
+
+    async def adopt_replica(self) -> bool:
+        self.replica = self.machine.replica
+        if self.replica is None or not self.replica.alive:
+            return False
+        await self.machine.do("adopt replica")
+        return True
+
+    async def start_replica(self) -> None:
+        await self.stop_replica()
+        await self.machine.do("start replica")
+        self.replica = self.machine.replica = self.machine.start("replica-c0")
+
+    async def stop_replica(self) -> None:
+        self.replica = None
+        if self.machine.replica is not None:
+            self.machine.replica.signal(9)
+
+    async def load_replica(self, version: int) -> int:
+        await self.machine.do(f"load replica {version}")
+        return version
+
+    async def offload_replica(self) -> None:
+        await self.machine.do("offload replica")
+
+
+class Others(Actor):
+    """Gateway and core in one."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    @handles(RouteChanged)
+    async def route(self, message: RouteChanged) -> Ok:
+        route = message.route
+        await self._machine.do(f"open {route.version}" if route.accepting else "close")
+        return Ok()
+
+    @handles(DrainEngine, concurrent=True)
+    async def drain(self, message: DrainEngine) -> DrainReport:
+        await self._machine.do("drain with KV" if message.move else "drain")
+        return DrainReport(2, 3, 400, 0.1, 0.2)
+
+    @handles(ClaimMicroStep)
+    async def claim(self, message: ClaimMicroStep) -> Claim:
+        if "claim" not in self._machine.done[-1:]:
+            await self._machine.do("claim")
+        return Claim(None)
+
+    @handles(GiveBack)
+    async def give_back(self, _: GiveBack) -> Ok:
+        await self._machine.do("give back")
+        return Ok()
+
+    @handles(CoreLeaving)
+    async def leaving(self, _: CoreLeaving) -> Ok:
+        await self._machine.do("core leaves")
+        return Ok()
+
+    @handles(CoreLost)
+    async def lost(self, _: CoreLost) -> None:
+        await self._machine.do("core lost")
+
+
+@dataclass
+class Bench:
+    site: Site
+    machine: Machine
+
+    async def role(self) -> CellRoleRecord:
+        found = await self.site.store.get(self.site.keys.cell_role(CELL), CellRoleRecord)
+        assert found is not None
+        return found.record
+
+    async def order(self, desired: Role) -> None:
+        key = self.site.keys.cell_role(CELL)
+        while True:
+            found = await self.site.store.get(key, CellRoleRecord)
+            assert found is not None
+            order = replace(found.record, desired=desired, epoch=found.record.epoch + 1, token=1)
+            txn = Txn((Compare.modified(key, found.mod_revision),), (put_record(key, order),))
+            if (await self.site.store.commit(txn)).succeeded:
+                return
+
+    async def until(self, *expected: str) -> None:
+        """Until just these were done, in this order; they are then forgotten."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.machine.done) < len(expected):
+                await asyncio.sleep(0.01)
+        await self.status()  # whatever else the actor was at is done by now
+        assert tuple(self.machine.done) == expected
+        self.machine.done.clear()
+
+    async def until_role(self, enough: Callable[[CellRoleRecord], bool]) -> CellRoleRecord:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if enough(found := await self.role()):
+                    return found
+                await asyncio.sleep(0.01)
+
+    async def status(self) -> CellStatus:
+        return await self.site.cell(CELL).ask(GetCellStatus(), DEADLINE_S, CellStatus)
+
+    async def in_rollout(self, version: int = 0) -> None:
+        await self.until_role(lambda found: found.observed is Role.ROLLOUT and found.version == version)
+        self.machine.done.clear()
+
+    async def in_train(self, version: int = 0) -> None:
+        await self.until_role(lambda found: found.observed is Role.TRAIN and found.version == version)
+
+    async def switches(self) -> list[SwitchRecord]:
+        listing = await self.site.store.range(f"{self.site.keys.root}switches/", SwitchRecord)
+        return [item.record for item in listing.items]
+
+
+@asynccontextmanager
+async def a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    site, machine = a_site(tmp_path), Machine()
+    monkeypatch.setattr("gyre.actors.cell.CellProcesses", type("Processes", (Processes,), {"machine": machine}))
+    await first_records(site)
+    async with ActorSystem.running("test") as system:
+        for name in ("gateway", "core", "scheduler"):
+            site.refs[name] = system.spawn(name, lambda: Others(machine))
+        site.refs["cell-c0"] = system.spawn("cell-c0", lambda: CellActor(site, CELL), restart=Backoff(initial_s=0.01))
+        yield Bench(site, machine)
+    await site.store.store.close()
+
+
+async def test_it_starts_both_processes_and_opens_when_the_engine_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.until_role(lambda found: found.observed is Role.ROLLOUT)
+        assert bench.machine.done.index("start engine 0") < bench.machine.done.index("open 0")
+        assert sorted(bench.machine.done) == ["core lost", "open 0", "start engine 0", "start replica"]
+
+
+async def test_a_switch_there_and_back_and_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        await bench.order(Role.TRAIN)
+        await bench.until("close", "drain with KV", "release engine", "load replica 0", "claim")
+        await bench.in_train()
+        await bench.order(Role.ROLLOUT)
+        await bench.until("core leaves", "offload replica", "resume engine", "load weights 0", "open 0")
+        there, back = await bench.switches()
+        assert (there.start, there.end, there.moved_requests, there.moved_blocks) == (Role.ROLLOUT, Role.TRAIN, 2, 3)
+        assert [stage.stage for stage in there.stages] == ["drain", "release", "load"]
+        assert (back.start, back.end, back.reason) == (Role.TRAIN, Role.ROLLOUT, "")
+
+
+async def test_a_new_version_in_either_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        bench.site.cell(CELL).tell(Authority(1, "v1"))
+        await bench.until("close", "drain", "load weights 1", "open 1")
+        await bench.order(Role.TRAIN)
+        await bench.in_train(1)
+        bench.machine.done.clear()
+        bench.site.cell(CELL).tell(Authority(2, "v2"))
+        await bench.until_role(lambda found: found.observed is Role.TRAIN and found.version == 2)
+        assert [what for what in bench.machine.done if what != "claim"] == [
+            "core leaves",
+            "give back",
+            "load replica 2",
+        ]
+
+
+async def test_a_drain_that_fails_leads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        bench.machine.faults["drain with KV"] = Unavailable("the gateway did not answer")
+        await bench.order(Role.TRAIN)
+        await bench.until("close", "drain with KV", "open 0")
+        (switch,) = await bench.switches()
+        assert (switch.desired, switch.end) == (Role.TRAIN, Role.ROLLOUT)
+        assert "the gateway did not answer" in switch.reason
+
+
+async def test_a_dead_replica_is_given_up_told_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        await bench.order(Role.TRAIN)
+        await bench.until("close", "drain with KV", "release engine", "load replica 0", "claim")
+        assert bench.machine.replica is not None
+        bench.machine.replica.signal(9)
+        await bench.until("core lost", "core leaves", "give back", "start replica", "load replica 0", "claim")
+
+
+async def test_a_dead_engine_is_closed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        assert bench.machine.engine is not None
+        bench.machine.engine.signal(9)
+        await bench.until("close", "start engine 0", "open 0")
+
+
+async def test_a_sick_replica_is_ended_only_while_it_holds_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        before = (await bench.status()).replica_pid
+        bench.site.cell(CELL).tell(CoreLost())
+        assert (await bench.status()).replica_pid == before
+        await bench.order(Role.TRAIN)
+        await bench.in_train()
+        bench.site.cell(CELL).tell(CoreLost())
+        async with asyncio.timeout(DEADLINE_S):
+            while (await bench.status()).replica_pid in (0, before):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stage", ["drain with KV", "release engine", "load replica 0"])
+async def test_an_actor_that_fails_in_a_stage_comes_back_and_gets_there(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        bench.machine.hold[stage] = asyncio.Event()
+        await bench.order(Role.TRAIN)
+        async with asyncio.timeout(DEADLINE_S):
+            while stage not in bench.machine.done:
+                await asyncio.sleep(0.01)
+        await bench.status()
+        bench.machine.hold.clear()
+        bench.machine.done.clear()
+        bench.site.cell(CELL).tell(Authority("a fault of ours", ""))  # type: ignore[arg-type]
+        await bench.in_train()
+        async with asyncio.timeout(DEADLINE_S):
+            while "claim" not in bench.machine.done:
+                await asyncio.sleep(0.01)
+        assert bench.machine.replica is not None
+        assert bench.machine.replica.alive

@@ -1,0 +1,145 @@
+"""The gateway actor and a real gateway process: whichever of the two ends, the proxy knows its routes and runs again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+from gyre.actors.gateway import GatewayActor
+from gyre.actors.messages import (
+    CloseRun,
+    EngineRoute,
+    GatewayStatus,
+    GetGatewayStatus,
+    JobFailed,
+    Ok,
+    OpenRun,
+    RouteChanged,
+)
+from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
+from gyre.actors.site import Site
+from gyre.children import Child
+from gyre.config import ServerSection
+from gyre.demo import builtin
+from gyre.ids import CellId, RunId
+from gyre.trajectory.records import RunTrace
+
+from .stand_ins import SPEC, a_site, first_records
+
+DEADLINE_S = 120.0
+RUN = OpenRun(RunId("r1"), 1, "a-key", "scripted", 1.0, 16)
+ROUTE = EngineRoute(CellId("c0"), "http://127.0.0.1:9", 0, accepting=False)
+
+
+class Scheduler(Actor):
+    def __init__(self, told: list[JobFailed]) -> None:
+        self._told = told
+
+    @handles(JobFailed)
+    async def failed(self, message: JobFailed) -> None:
+        self._told.append(message)
+
+
+@asynccontextmanager
+async def a_gateway(tmp_path: Path, server: ServerSection | None = None) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
+    site = a_site(tmp_path, SPEC if server is None else SPEC.model_copy(update={"server": server}))
+    site.model_dir = builtin.model_dir("builtin:tiny", tmp_path)
+    await first_records(site)
+    failed: list[JobFailed] = []
+    try:
+        async with ActorSystem.running("test") as system:
+            site.refs["scheduler"] = system.spawn("scheduler", lambda: Scheduler(failed))
+            restart = Backoff(initial_s=0.01)
+            site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
+            yield site, failed
+    finally:
+        await site.children.end_all(5.0)
+        await site.store.store.close()
+
+
+def process(site: Site) -> Child:
+    return site.children.adopt()["gateway"]
+
+
+async def status(site: Site) -> GatewayStatus:
+    return await site.gateway.ask(GetGatewayStatus(), DEADLINE_S, GatewayStatus)
+
+
+async def killed(site: Site, child: Child) -> Child:
+    """Kill the process; returns the next one."""
+    child.signal(signal.SIGKILL)
+    await until(lambda: (now := site.children.adopt().get("gateway")) is not None and now.pid != child.pid)
+    return process(site)
+
+
+async def until(enough: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if enough():
+                return
+            await asyncio.sleep(0.02)
+
+
+def knows_all(found: GatewayStatus) -> bool:
+    return found.open_runs == 1 and set(found.in_flight) == {"c0"}
+
+
+async def until_known(site: Site) -> GatewayStatus:
+    """Until the process has been told everything."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if knows_all(found := await status(site)):
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_the_process_dies_and_the_actor_fails_and_nothing_is_forgotten(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as (site, failed):
+        await site.gateway.ask(RouteChanged(ROUTE), DEADLINE_S, Ok)
+        await site.gateway.ask(RUN, DEADLINE_S, Ok)
+        first, before = process(site), await status(site)
+        assert knows_all(before)
+        second = await killed(site, first)
+        await killed(site, second)  # before it could be told anything
+        assert (await until_known(site)).base_url == before.base_url
+
+        site.gateway.tell(RouteChanged(replace(ROUTE, cell=[])))  # type: ignore[arg-type]  # a fault of ours
+        await asyncio.sleep(0.1)
+        kept = process(site)
+        assert knows_all(await until_known(site))
+        assert process(site).pid == kept.pid, "the process outlives its actor"
+        await killed(site, kept)
+        assert (await until_known(site)).base_url == before.base_url
+        assert failed == []
+
+
+async def test_a_run_that_was_never_let_in_closes_empty(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as (site, _):
+        trace = await site.gateway.ask(CloseRun(RunId("never"), 3), DEADLINE_S, RunTrace)
+        assert (trace.run, trace.attempt, trace.calls, trace.lineages) == ("never", 3, 0, ())
+
+
+async def test_a_run_that_closed_as_the_process_died_is_no_fault(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as (site, _):
+        await site.gateway.ask(RouteChanged(ROUTE), DEADLINE_S, Ok)
+        await site.gateway.ask(RUN, DEADLINE_S, Ok)
+        first = await site.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace)
+        site.open_runs[RUN.run] = RUN  # as if the answer had been lost with the process
+        await killed(site, process(site))
+        assert await site.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace) == first
+        assert RUN.run not in site.open_runs
+
+
+async def test_a_process_that_cannot_run_fails_the_job_with_its_reason(tmp_path: Path) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        async with a_gateway(tmp_path, ServerSection(port=port)) as (_, failed):
+            await until(lambda: bool(failed))
+            assert f"server.port: {port}" in failed[0].reason
