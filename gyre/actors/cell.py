@@ -148,8 +148,6 @@ class CellActor(Actor):
     # ------------------------------------------------------------------------------------------ the role machine
 
     async def _turn(self, event: role.Event) -> None:
-        if isinstance(event, role.ReplicaDied) and self._cell == self._site.core_cell and "core" in self._site.refs:
-            self._site.core.tell(CoreLost())
         before = self._state
         self._state, actions = step(before, event)
         if self._state.epoch != before.epoch and self._state.goal is not before.role:
@@ -194,10 +192,12 @@ class CellActor(Actor):
             case role.StopEngine():
                 await self._processes.stop_engine()
             case role.StopReplica():
+                self._tell_lost()
                 await self._processes.stop_replica()
             case role.RestartEngine():
                 self._begin(self._start_engine(), role.Stage.ENGINE)
             case role.RestartReplica():
+                self._tell_lost()
                 self.task(self._start_replica(), self._heard, self._replica_failed)
             case _:
                 self._begin(self._stage(action), _STAGES[type(action)])
@@ -303,6 +303,11 @@ class CellActor(Actor):
             await self._claims.ship_rest()
         if self._cell == self._site.core_cell:
             await self._site.core.ask(CoreLeaving(), STAGE_S, Ok)
+
+    def _tell_lost(self) -> None:
+        """The replica is ended or is dead, for whatever reason: with the core's go the sums of the batch."""
+        if self._cell == self._site.core_cell:
+            self._site.core.tell(CoreLost())
 
     async def _abandon_claims(self) -> None:
         if self._claiming is not None:

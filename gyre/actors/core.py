@@ -354,6 +354,11 @@ class CoreActor(Actor):
         assert batch is not None
         assert old is not None
         assert self._stepping is not None
+        stepped_on = int(done.metrics["micro_steps"])
+        if stepped_on != self._stepping.micro_steps:  # sums were lost and nobody told us
+            had = f"{stepped_on} of {self._stepping.micro_steps} micro-steps"
+            await self.step_failed(_StepFailed(f"the core's replica had the sums of {had}; nothing is published"))
+            return
         path = snapshot_path(site.job.snapshots, done.version)
         record = SnapshotRecord(done.version, done.digest, str(path))
         step = step_record(batch.plans, self._stepping, done, time.time())

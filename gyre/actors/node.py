@@ -148,6 +148,7 @@ async def run_node(config: NodeConfig) -> None:
         await site.launcher.stop()
         await end_left_runs(job.runs)
         await site.children.end_all(END_GRACE_S)
+        await end_left_runs(job.runs)  # those that were just being started
         job.gyred_file.unlink(missing_ok=True)
     finally:
         tracing.close()

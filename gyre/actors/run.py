@@ -215,6 +215,7 @@ class RunActor(Actor):
             judgement = Judgement(scored.score, scored.reason)
         verdict = judge(end, report, judgement)
         settled = await self._settle(found, verdict, trace)
+        ticket_file(folder).unlink(missing_ok=True)  # of no more use: nobody takes this attempt up again
         if verdict.outcome in (Outcome.FINISHED, Outcome.TIMED_OUT):
             folder.discard()
         return settled
@@ -276,6 +277,8 @@ def ticket_file(folder: RunFolder) -> Path:
 
 async def end_left_runs(runs: Path) -> None:
     """End every harness that was started under `runs`, and see to it that no later gyred takes them up again."""
+    for ticket in runs.glob("*/*/ticket.json"):
+        ticket.unlink(missing_ok=True)
     async with asyncio.TaskGroup() as group:
         for path in runs.glob("*/*/process.json"):
             group.create_task(_end_left(path), name=f"end {path.parent}")
@@ -287,7 +290,6 @@ async def _end_left(path: Path) -> None:
         process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
     except (OSError, ValueError, KeyError):
         return
-    (path.parent / "ticket.json").unlink(missing_ok=True)
     # The keeper passes the first SIGTERM on, and takes the second as the end.
     for number, limit_s in ((signal.SIGTERM, LEFT_GRACE_S), (signal.SIGTERM, LEFT_GRACE_S), (signal.SIGKILL, 10.0)):
         if not process.signal(number):

@@ -90,6 +90,7 @@ class Gateway:
         self._closed_keys: OrderedDict[RunId, str] = OrderedDict()
         self._closing: dict[RunId, asyncio.Lock] = {}
         self._closed = ClosedRuns(config.trajectories_dir)
+        self._routing = asyncio.Lock()
         self._left_over: list[str] = []
         self._failed: dict[str, str] = {}
         self._calls = 0
@@ -132,16 +133,17 @@ class Gateway:
     # ------------------------------------------------------------------------------------------ engines
 
     async def set_routes(self, order: SetRoutes) -> None:
-        if self._left_over and order.engines:
-            await self._abort_left_over([route.url for route in order.engines])
-        await self._engines.set_routes(order)
+        async with self._routing:
+            if self._left_over and order.engines:
+                await self._abort_left_over([route.url for route in order.engines])
+            await self._engines.set_routes(order)
 
     async def drain(self, order: DrainEngine) -> DrainReport:
         """Stop what is in flight on the cell and go on elsewhere; runs between calls take their KV along too."""
         started_s = time.monotonic()
         self._engines.close_cell(order.cell)
         generations = [sitter for sitter in self._engines.sitters(order.cell) if isinstance(sitter, Generation)]
-        departures = await asyncio.gather(*(generation.stop(move=order.move) for generation in generations))
+        departures = await asyncio.gather(*(generation.stop() for generation in generations))
         stop_s = time.monotonic() - started_s
         reports = await self._moved_idle(order.cell) if order.move else []
         if departures:

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 
 from gyre.engine.client import Chunk, EngineClient, EngineGone, EngineRefused, GenerateRequest
 from gyre.errors import GyreError
-from gyre.ids import CallId, CellId, RunId
+from gyre.ids import CallId, RunId
 from gyre.kv_migrate.prefix import MoveReport, move_prefix
 from gyre.proxy.conversation import Finish
 from gyre.proxy.engines import Engines, Seat
@@ -81,7 +81,6 @@ class Generation:
         self._ended = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._stopping = False
-        self._move_from: CellId | None = None
         self._last_token_s = 0.0
         self._silent_since_s: float | None = None
         self._departure: asyncio.Future[MoveReport | None] | None = None
@@ -139,7 +138,7 @@ class Generation:
             max_silence_s=self.max_silence_s,
         )
 
-    async def stop(self, *, move: bool) -> asyncio.Future[MoveReport | None]:
+    async def stop(self) -> asyncio.Future[MoveReport | None]:
         """Stop at a token boundary, to go on elsewhere. Returns once the engine has stopped.
 
         The future's result comes when the call has been seated elsewhere and its KV has moved, or None as soon as
@@ -152,7 +151,6 @@ class Generation:
             self._depart(None)
             return departure
         self._stopping = True
-        self._move_from = seat.cell if move else None
         self._silent_since_s = self._silent_since_s or loop.time()
         give_up_s = loop.time() + STOP_S
         while self._seat is seat:
@@ -167,20 +165,22 @@ class Generation:
     # ------------------------------------------------------------------------------------------ one stretch
 
     async def _next_seat(self) -> Seat:
-        """A seat, and the KV moved there where the call was stopped for that."""
-        source, self._move_from = self._move_from, None
+        """A seat, and the KV of what was computed elsewhere moved there, whatever the reason for leaving."""
         seat = self._engines.try_seat(self)
         if seat is None:
             self._depart(None)
             self._silent_since_s = self._silent_since_s or asyncio.get_running_loop().time()
             seat = await self._engines.seat(self)
-        client = None if source is None or source == seat.cell else self._engines.client(source)
+        known = self.cached
         try:
-            if client is not None and self.cached is not None and self.cached.version == seat.version:
-                report = await move_prefix(client, seat.client, self.prompt + self.output, seat.version, MOVE_S)
-                if report.reason:
-                    _log.warning("call %s goes on without all of its KV: %s", self.call, report.reason)
-                self._depart(report)
+            if known is not None and known.version == seat.version and known.cell != seat.cell:
+                source = self._engines.client(known.cell)
+                if source is not None:
+                    token_ids = (self.prompt + self.output)[: known.tokens]
+                    report = await move_prefix(source, seat.client, token_ids, seat.version, MOVE_S)
+                    if report.reason:
+                        _log.warning("call %s goes on without all of its KV: %s", self.call, report.reason)
+                    self._depart(report)
         except BaseException:
             self._engines.release(seat)
             raise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
-from gyre.actors.messages import DropSums, JobFailed, MergeSums, Ok, OptimizerStep, StepDone
+from gyre.actors.messages import DropSums, MergeSums, Ok, OptimizerStep, StepDone
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import Children
@@ -35,6 +35,8 @@ from gyre.store.records import (
 from gyre.store.typed import TypedStore, put_record
 from gyre.telemetry.tracing import Tracing
 from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
+
+DEADLINE_S = 120.0
 
 SPEC = JobSpec(
     job=JobSection(name="small", steps=2),
@@ -121,17 +123,21 @@ def _trace(run: RunId) -> RunTrace:
     return RunTrace(run, 1, 1, 10, 10, 40, (lineage,), 0, 0, 0, 0.0, "")
 
 
-class Note(Actor):
-    """Notes every message of the types that a subclass handles."""
-
-    def __init__(self, told: list[object]) -> None:
-        self.told = told
+async def until(enough: Callable[[], object]) -> None:
+    """Look again and again until it is enough."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if enough():
+                return
+            await asyncio.sleep(0.01)
 
 
 class CoreReplica(Actor):
     """The core's replica as the core actor reaches it: it keeps count of what is merged, in place of any gradient."""
 
     def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        """How many micro-steps each transfer holds."""
         self.merged: list[str] = []
         self.stepped: list[tuple[str, ...]] = []
         """The transfers that each step was taken on."""
@@ -166,8 +172,6 @@ class CoreReplica(Actor):
     async def step(self, message: OptimizerStep) -> StepDone:
         await self._take(message)
         self.stepped.append(tuple(self.merged))
+        micro_steps = sum(self.sizes[transfer] for transfer in self.merged)
         self.merged.clear()
-        return StepDone(message.version, f"digest-{message.version}", {"micro_steps": 0.0})
-
-
-__all__ = ["SPEC", "CoreReplica", "JobFailed", "Note", "a_site", "first_records", "replace", "settle_group"]
+        return StepDone(message.version, f"digest-{message.version}", {"micro_steps": float(micro_steps)})

@@ -36,7 +36,7 @@ from gyre.store.protocol import Compare, Txn
 from gyre.store.records import CellRoleRecord, Role, SwitchRecord
 from gyre.store.typed import put_record
 
-from .stand_ins import a_site, first_records
+from .stand_ins import a_site, first_records, until
 
 CELL = CellId("c0")
 DEADLINE_S = 20.0
@@ -202,11 +202,6 @@ class Bench:
     site: Site
     machine: Machine
 
-    async def role(self) -> CellRoleRecord:
-        found = await self.site.store.get(self.site.keys.cell_role(CELL), CellRoleRecord)
-        assert found is not None
-        return found.record
-
     async def order(self, desired: Role) -> None:
         key = self.site.keys.cell_role(CELL)
         while True:
@@ -219,9 +214,7 @@ class Bench:
 
     async def until(self, *expected: str) -> None:
         """Until just these were done, in this order; they are then forgotten."""
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.machine.done) < len(expected):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.machine.done) >= len(expected))
         await self.status()  # whatever else the actor was at is done by now
         assert tuple(self.machine.done) == expected
         self.machine.done.clear()
@@ -229,8 +222,9 @@ class Bench:
     async def until_role(self, enough: Callable[[CellRoleRecord], bool]) -> CellRoleRecord:
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                if enough(found := await self.role()):
-                    return found
+                found = await self.site.store.get(self.site.keys.cell_role(CELL), CellRoleRecord)
+                if found is not None and enough(found.record):
+                    return found.record
                 await asyncio.sleep(0.01)
 
     async def status(self) -> CellStatus:
@@ -239,6 +233,9 @@ class Bench:
     async def in_rollout(self, version: int = 0) -> None:
         await self.until_role(lambda found: found.observed is Role.ROLLOUT and found.version == version)
         self.machine.done.clear()
+
+    async def in_rollout_again(self) -> None:
+        await self.until_role(lambda found: found.observed is Role.ROLLOUT)
 
     async def in_train(self, version: int = 0) -> None:
         await self.until_role(lambda found: found.observed is Role.TRAIN and found.version == version)
@@ -321,7 +318,21 @@ async def test_a_dead_replica_is_given_up_told_and_started_again(
         await bench.until("close", "drain with KV", "release engine", "load replica 0", "claim")
         assert bench.machine.replica is not None
         bench.machine.replica.signal(9)
-        await bench.until("core lost", "core leaves", "give back", "start replica", "load replica 0", "claim")
+        await bench.until("core leaves", "give back", "core lost", "start replica", "load replica 0", "claim")
+
+
+async def test_a_replica_that_dies_as_it_is_unloaded_is_told_of_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage fails before the death is heard of; what the core's replica had merged is gone all the same."""
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        await bench.order(Role.TRAIN)
+        await bench.until("close", "drain with KV", "release engine", "load replica 0", "claim")
+        bench.machine.faults["offload replica"] = Unavailable("the connection broke before the answer")
+        await bench.order(Role.ROLLOUT)
+        await bench.in_rollout_again()
+        assert bench.machine.done[:4] == ["core leaves", "offload replica", "core lost", "start replica"]
 
 
 async def test_a_dead_engine_is_closed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +354,7 @@ async def test_a_sick_replica_is_ended_only_while_it_holds_something(
         await bench.order(Role.TRAIN)
         await bench.in_train()
         bench.site.cell(CELL).tell(CoreLost())
-        async with asyncio.timeout(DEADLINE_S):
-            while (await bench.status()).replica_pid in (0, before):
-                await asyncio.sleep(0.01)
+        await until(lambda: bench.machine.replica is not None and bench.machine.replica.pid != before)
 
 
 @pytest.mark.parametrize("stage", ["drain with KV", "release engine", "load replica 0"])
@@ -356,16 +365,12 @@ async def test_an_actor_that_fails_in_a_stage_comes_back_and_gets_there(
         await bench.in_rollout()
         bench.machine.hold[stage] = asyncio.Event()
         await bench.order(Role.TRAIN)
-        async with asyncio.timeout(DEADLINE_S):
-            while stage not in bench.machine.done:
-                await asyncio.sleep(0.01)
+        await until(lambda: stage in bench.machine.done)
         await bench.status()
         bench.machine.hold.clear()
         bench.machine.done.clear()
         bench.site.cell(CELL).tell(Authority("a fault of ours", ""))  # type: ignore[arg-type]
         await bench.in_train()
-        async with asyncio.timeout(DEADLINE_S):
-            while "claim" not in bench.machine.done:
-                await asyncio.sleep(0.01)
+        await until(lambda: "claim" in bench.machine.done)
         assert bench.machine.replica is not None
         assert bench.machine.replica.alive

@@ -40,10 +40,9 @@ from gyre.ids import CellId
 from gyre.store.election import campaign_txn, elected
 from gyre.store.records import GroupRecord, GroupState, LeaderRecord, SnapshotRecord, StepRecord
 
-from .stand_ins import CoreReplica, a_site, first_records, settle_group
+from .stand_ins import DEADLINE_S, CoreReplica, a_site, first_records, settle_group, until
 
 CORE, SATELLITE = CellId("c0"), CellId("c1")
-DEADLINE_S = 20.0
 
 
 class Others(Actor):
@@ -97,6 +96,7 @@ class Bench:
         self.transfers += 1
         names = tuple(item.micro_step for item in work)
         metrics = {"token_count": float(10 * len(work)), "tokens_count": 1.0, "seconds_sum": 1.0}
+        self.replica.sizes[f"{cell}-{self.transfers}"] = len(work)
         message = SumsStaged(cell, f"{cell}-{self.transfers}", names, version, metrics)
         return (await self.core.ask(message, DEADLINE_S, Merged)).accepted
 
@@ -107,13 +107,6 @@ class Bench:
     async def progress(self) -> Progress:
         return await self.core.ask(GetProgress(), DEADLINE_S, Progress)
 
-    async def until(self, enough: Callable[[], object]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                if enough():
-                    return
-                await asyncio.sleep(0.01)
-
     async def until_progress(self, enough: Callable[[Progress], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -122,7 +115,7 @@ class Bench:
                 await asyncio.sleep(0.01)
 
     async def until_step(self, count: int) -> list[StepRecord]:
-        await self.until(lambda: any(isinstance(m, Authority) and m.version == count for m in self.told))
+        await until(lambda: any(isinstance(m, Authority) and m.version == count for m in self.told))
         steps = await self.steps()
         assert len(steps) == count
         return steps
@@ -215,7 +208,7 @@ async def test_sums_lost_while_they_are_merged_do_not_count(tmp_path: Path) -> N
         work = await whole_batch(bench)
         bench.replica.hold[MergeSums] = held = asyncio.Event()
         shipping = asyncio.create_task(bench.ship(work))
-        await bench.until(lambda: any(isinstance(message, MergeSums) for message in bench.replica.seen))
+        await until(lambda: any(isinstance(message, MergeSums) for message in bench.replica.seen))
         bench.core.tell(CoreLost())
         assert (await bench.progress()).micro_steps == 4, "the actor answers while it waits for the replica"
         held.set()
@@ -245,11 +238,11 @@ async def test_a_step_that_fails_is_taken_again_from_the_start_and_fails_the_job
         bench.replica.faults += [(OptimizerStep, StorageFull("snapshot v00000001 could not be written"))] * 3
         for tries in (1, 2, 3):
             assert await bench.ship(work)
-            await bench.until(lambda tries=tries: sum(isinstance(m, CoreLost) for m in bench.told) == tries)
+            await until(lambda tries=tries: sum(isinstance(m, CoreLost) for m in bench.told) == tries)
             bench.core.tell(CoreLost())  # the cell has ended it
             assert await bench.steps() == []
             work = await claimed_batch(bench)
-        await bench.until(lambda: any(isinstance(message, JobFailed) for message in bench.told))
+        await until(lambda: any(isinstance(message, JobFailed) for message in bench.told))
         (failed,) = [message for message in bench.told if isinstance(message, JobFailed)]
         assert "failed 3 times: snapshot v00000001 could not be written" in failed.reason
 
@@ -260,7 +253,7 @@ async def test_a_step_whose_replica_died_under_it_is_no_second_loss(tmp_path: Pa
         bench.replica.hold[OptimizerStep] = held = asyncio.Event()
         bench.replica.faults.append((OptimizerStep, Unavailable("the connection broke before the answer")))
         assert await bench.ship(work)
-        await bench.until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
+        await until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
         bench.core.tell(CoreLost())
         await bench.progress()
         held.set()
@@ -270,12 +263,25 @@ async def test_a_step_whose_replica_died_under_it_is_no_second_loss(tmp_path: Pa
         assert not any(isinstance(message, CoreLost) for message in bench.told), "the fresh replica is not ended"
 
 
+async def test_a_step_on_less_than_the_batch_is_not_published(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        work = await whole_batch(bench)
+        assert await bench.ship(work[:2])
+        bench.replica.merged.clear()  # lost, and nobody says so
+        assert await bench.ship(work[2:])
+        await until(lambda: any(isinstance(message, CoreLost) for message in bench.told))
+        assert await bench.steps() == []
+        assert await bench.ship(await claimed_batch(bench))
+        (step,) = await bench.until_step(1)
+        assert step.metrics["trained_tokens"] == 40
+
+
 async def test_a_core_that_leaves_waits_for_its_step_and_steps_no_more(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         work = await whole_batch(bench)
         bench.replica.hold[OptimizerStep] = held = asyncio.Event()
         assert await bench.ship(work)
-        await bench.until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
+        await until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
         leaving = asyncio.create_task(bench.core.ask(CoreLeaving(), DEADLINE_S, Ok))
         await bench.progress()
         assert not leaving.done()
@@ -323,7 +329,7 @@ async def test_a_group_that_no_run_of_can_be_scored_fails_the_job_and_one_of_two
 
         await settle_group(bench.site, 2, (None, None))
         await settle_group(bench.site, 3, (None,))
-        await bench.until(lambda: any(isinstance(message, JobFailed) for message in bench.told))
+        await until(lambda: any(isinstance(message, JobFailed) for message in bench.told))
         published = await bench.site.store.get(bench.site.keys.snapshot, SnapshotRecord)
         assert published is not None
         assert published.record.version == 1

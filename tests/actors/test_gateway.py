@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,8 @@ from gyre.demo import builtin
 from gyre.ids import CellId, RunId
 from gyre.trajectory.records import RunTrace
 
-from .stand_ins import SPEC, a_site, first_records
+from .stand_ins import DEADLINE_S, SPEC, a_site, first_records, until
 
-DEADLINE_S = 120.0
 RUN = OpenRun(RunId("r1"), 1, "a-key", "scripted", 1.0, 16)
 ROUTE = EngineRoute(CellId("c0"), "http://127.0.0.1:9", 0, accepting=False)
 
@@ -75,14 +74,6 @@ async def killed(site: Site, child: Child) -> Child:
     child.signal(signal.SIGKILL)
     await until(lambda: (now := site.children.adopt().get("gateway")) is not None and now.pid != child.pid)
     return process(site)
-
-
-async def until(enough: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            if enough():
-                return
-            await asyncio.sleep(0.02)
 
 
 def knows_all(found: GatewayStatus) -> bool:

@@ -39,6 +39,7 @@ class ScriptedEngine:
         """Tokens sent, by request."""
         self.deaf = False
         """Whether it takes orders to abort and does not follow them."""
+        self.serves_kv = True
         self.held = asyncio.Event()
         """While not set, no token comes."""
         self.held.set()
@@ -154,7 +155,7 @@ class ScriptedEngine:
         return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
-        kv = {"address": self.url, "layout": "scripted", "block_tokens": BLOCK_TOKENS}
+        kv = {"address": self.url if self.serves_kv else "", "layout": "scripted", "block_tokens": BLOCK_TOKENS}
         return web.json_response({"model_path": "scripted", "weight_version": str(self.version), "kv": kv})
 
     async def _lack(self, request: web.Request) -> web.Response:
