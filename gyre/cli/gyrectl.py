@@ -146,7 +146,7 @@ def trace(
         sys.stdout.write(json.dumps([to_plain(span) for span in spans]) + "\n")
     else:
         for line in waterfall(spans):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
