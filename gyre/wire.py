@@ -25,6 +25,16 @@ _by_name: dict[str, type[Any]] = {}
 _names: dict[type[Any], str] = {}
 
 
+_MISSHAPEN = (
+    cattrs.BaseValidationError,
+    cattrs.errors.ForbiddenExtraKeysError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+
+
 def _strict(allowed: type[Any], *also: type[Any]) -> Callable[[Any, Any], Any]:
     def structure(value: Any, target: type[Any]) -> Any:
         if issubclass(target, Enum):  # an enum of strings is a str too, and must become the enum
@@ -65,18 +75,7 @@ def unpack(data: bytes, cls: type[T]) -> T:
 
     Raises BadInput when the bytes are not msgpack, or a key is unknown, missing or of a wrong type.
     """
-    try:
-        return _converter.structure(msgpack.unpackb(data, raw=False, strict_map_key=False), cls)
-    except BadInput as error:
-        raise BadInput(f"{cls.__name__} record", error.value, error.allowed) from error
-    except (
-        cattrs.BaseValidationError,
-        cattrs.errors.ForbiddenExtraKeysError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise BadInput(f"{cls.__name__} record", data[:60], f"it does not have the record's shape ({error})") from error
+    return _structured(_plain(data, f"{cls.__name__} record"), cls, f"{cls.__name__} record")
 
 
 def to_plain(value: Any) -> Any:
@@ -96,28 +95,28 @@ def pack_any(value: Any) -> bytes:
 
 def unpack_any(data: bytes) -> Any:
     """The record that `pack_any` packed. Raises BadInput for an undeclared name or a wrong shape."""
-    try:
-        plain = msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise BadInput("message", data[:60], "it must be msgpack") from error
+    plain = _plain(data, "message")
     if plain is None:
         return None
-    if not (isinstance(plain, list) and len(plain) == 2 and isinstance(plain[0], str)):  # pyright: ignore[reportUnknownArgumentType]
-        raise BadInput("message", str(plain)[:60], "it must be [name, record]")
+    if not (isinstance(plain, list) and len(cast(list[Any], plain)) == 2 and isinstance(plain[0], str)):
+        raise BadInput("message", str(cast(Any, plain))[:60], "it must be [name, record]")
     cls = _by_name.get(plain[0])
     if cls is None:
         raise BadInput("message", plain[0], "the name must be that of a declared record")
+    return _structured(cast(Any, plain[1]), cls, f"{cls.__name__} message")
+
+
+def _plain(data: bytes, field: str) -> Any:
     try:
-        return _converter.structure(plain[1], cls)
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadInput(field, data[:60], "it must be msgpack") from error
+
+
+def _structured(plain: Any, cls: type[T], field: str) -> T:
+    try:
+        return _converter.structure(plain, cls)
     except BadInput as error:
-        raise BadInput(f"{cls.__name__} message", error.value, error.allowed) from error
-    except (
-        cattrs.BaseValidationError,
-        cattrs.errors.ForbiddenExtraKeysError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise BadInput(
-            f"{cls.__name__} message", str(plain[1])[:60], f"it does not have that shape ({error})"
-        ) from error
+        raise BadInput(field, error.value, error.allowed) from error
+    except _MISSHAPEN as error:
+        raise BadInput(field, str(plain)[:60], f"it does not have that shape ({error})") from error

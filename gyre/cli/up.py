@@ -7,6 +7,7 @@ on meanwhile, and the next gyred adopts them. Ctrl-C asks gyred to end everythin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -276,6 +277,8 @@ def _tail(path: Path, lines: int = 12) -> str:
 
 
 def _finish(job: JobDir, spec: JobSpec, options: Options, console: Console, *, interrupted: bool) -> int:
+    with contextlib.suppress(OSError):  # a socket in it says that somebody still needs it
+        job.sockets.rmdir()
     books = asyncio.run(client.books(job))
     report = summarise(books, spec.job.seed)
     job.report_html.write_text(render_html(spec.job.name, books, report), encoding="utf-8")
