@@ -224,8 +224,8 @@ class Generation:
                 self._engines.release(seat)
                 self._seat = self._patience = None
                 self._ended.set()
-                self.cached = Cached(seat.cell, seat.version, len(self.prompt) + len(self.output))
-                if len(self.output) > start:
+                if len(self.output) > start:  # else it was stopped before its prompt was computed
+                    self.cached = Cached(seat.cell, seat.version, len(self.prompt) + len(self.output))
                     self._recorded(Stretch(self.output[start:], self.logprobs[start:], self.versions[start:]))
 
     def _take(self, chunk: Chunk, version: int) -> None:
