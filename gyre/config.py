@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gyre.errors import GyreError
 
@@ -29,7 +30,7 @@ class JobFileError(GyreError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class JobSection(Section):
@@ -38,7 +39,7 @@ class JobSection(Section):
     dir: str = ""
     """Where everything of the job is kept; default `runs/<name>` beside the current folder."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    steps: Positive
+    steps: Annotated[int, Field(ge=1, le=1_000_000)]
     """Optimizer steps to take."""
 
 
@@ -79,13 +80,19 @@ class HarnessSection(Section):
 
 
 class CellsSection(Section):
-    count: Positive = 2
-    slots: Positive = 4
+    count: Annotated[int, Field(ge=1, le=64)] = 2
+    slots: Annotated[int, Field(ge=1, le=1024)] = 4
     """Runs a cell's engine serves at a time without slowing."""
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     cache_tokens: Annotated[int, Field(ge=256)] = 65536
     """KV cache of one engine, in tokens."""
+
+    @model_validator(mode="after")
+    def _room_for_two_blocks(self) -> CellsSection:
+        if self.cache_tokens < 2 * self.block_tokens:
+            raise ValueError(f"cache_tokens must hold two blocks at least, {2 * self.block_tokens} tokens")
+        return self
 
 
 class BatchSection(Section):
@@ -143,6 +150,14 @@ class TelemetrySection(Section):
     otlp_endpoint: str = ""
     """An OTLP/HTTP collector (Jaeger: http://host:4318), or empty: spans stay in the node's ring."""
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.netloc):
+            raise ValueError("give http://host:port, https://host:port, or nothing")
+        return value
+
 
 class ServerSection(Section):
     host: str = "127.0.0.1"
@@ -189,8 +204,13 @@ def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobSpec:
         plain: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobFileError(path, [f"cannot be read ({error.strerror})"]) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobFileError(path, [f"is not TOML: {error}"]) from error
+    except RecursionError:
+        raise JobFileError(path, ["is not TOML that can be read: it is nested too deep"]) from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
+        raise JobFileError(path, [f"is not TOML: {str(error).splitlines()[0]}"]) from error
+    unprintable = _with_nul(plain)
+    if unprintable:
+        raise JobFileError(path, [f"{key}: a NUL character is not allowed" for key in unprintable])
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         target = plain.setdefault(section, {})
@@ -205,15 +225,33 @@ def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobSpec:
 
 def _fault(plain: dict[str, Any], item: dict[str, Any]) -> str:
     location = [part for part in item["loc"] if isinstance(part, str | int)]
-    key = ".".join(str(part) for part in location)
+    key = ".".join(_shown(part) for part in location)
     kind = str(item["type"])
     if kind == "extra_forbidden":
         known = ", ".join(sorted(_known(location[:-1])))
         return f"{key}: no such key; allowed here: {known}"
     if kind == "missing":
         return f"{key}: required, and not there"
-    message = str(item["msg"])
-    return f"{key}: {item['input']!r} is not allowed; {message[0].lower()}{message[1:]}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{key}: {_clipped(item['input'])} is not allowed; {message[0].lower()}{message[1:]}"
+
+
+def _with_nul(value: object, key: str = "") -> list[str]:
+    """The keys under which a text holds a NUL, which no path and no host may."""
+    if isinstance(value, str):
+        return [key] if "\0" in value else []
+    if isinstance(value, dict):
+        items = cast(dict[str, object], value).items()
+        return [found for name, inner in items for found in _with_nul(inner, f"{key}.{_shown(name)}".lstrip("."))]
+    if isinstance(value, list):
+        return [found for inner in cast(list[object], value) for found in _with_nul(inner, key)]
+    return []
+
+
+def _shown(part: str | int) -> str:
+    """A key as it stands in the file; one that would break the line is quoted."""
+    text = str(part)
+    return text if text.isprintable() else repr(text)
 
 
 def _known(location: list[str | int]) -> list[str]:
@@ -221,3 +259,8 @@ def _known(location: list[str | int]) -> list[str]:
     for part in location:
         model = model.model_fields[str(part)].annotation
     return list(model.model_fields)
+
+
+def _clipped(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

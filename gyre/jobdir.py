@@ -86,7 +86,12 @@ class JobDir:
 
     def secret(self) -> str:
         """The node's shared secret: what a local caller must show to reach its actors."""
-        return self.secret_file.read_text(encoding="ascii").strip()
+        try:
+            return self.secret_file.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                "job folder", str(self.root), f"its {self.secret_file.name} cannot be read ({error})"
+            ) from error
 
     def create(self) -> None:
         """Make every folder, and the secret once. Raises BadInput when the folder cannot be written."""

@@ -90,3 +90,23 @@ def test_what_is_no_toml_and_what_is_no_file(tmp_path: Path) -> None:
     assert faults(tmp_path, "[job\n")[0].startswith("is not TOML")
     with pytest.raises(JobFileError, match="cannot be read"):
         load_job(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a = " + "[" * 3000, "is not TOML that can be read: it is nested too deep"),
+        (GOOD.replace("steps = 3", "steps = " + "9" * 5000), "is not TOML"),
+        (GOOD.replace("builtin:chores", "a\\u0000b"), "tasks.source: a NUL character is not allowed"),
+        (GOOD + '"a\\nb: fake" = 1\n', "tasks.'a\\nb: fake': no such key"),
+        (GOOD + "[optimizer]\nlr = inf\n", "optimizer.lr: inf is not allowed; input should be a finite number"),
+        (GOOD + "[cells]\ncount = 999\n", "cells.count: 999 is not allowed; input should be less than or equal to 64"),
+        (GOOD + "[cells]\nblock_tokens = 1000\ncache_tokens = 256\n", "cells: "),
+        (GOOD + "[telemetry]\notlp_endpoint = 'not a url'\n", "telemetry.otlp_endpoint: 'not a url' is not allowed; give http://"),
+    ],
+)
+def test_hostile_files_get_one_line_too(tmp_path: Path, text: str, line: str) -> None:
+    found = faults(tmp_path, text)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+    assert "\n" not in found[0]

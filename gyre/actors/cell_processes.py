@@ -105,7 +105,7 @@ class CellProcesses:
         self.engine = child
         try:
             url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-            client = EngineClient(url)
+            client = EngineClient(url, key=self._site.secret)
             info = await client.info()
         except (OSError, ValueError, KeyError, GyreError):
             return None
@@ -139,7 +139,7 @@ class CellProcesses:
         except TimeoutError:
             raise Unavailable(f"the engine was not ready within {ENGINE_START_S:g} s; see {log}") from None
         self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-        self._client = EngineClient(self.engine_url)
+        self._client = EngineClient(self.engine_url, key=self._site.secret)
 
     async def stop_engine(self) -> None:
         """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""

@@ -79,7 +79,7 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
-    gateway = Gateway(GatewayConfig(**folders, **config))
+    gateway = Gateway(GatewayConfig(**folders, **config, engine_key=secret))
     await gateway.start()
     try:
         async with ActorSystem.running("gateway") as system:

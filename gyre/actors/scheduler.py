@@ -22,6 +22,7 @@ from gyre.errors import Unavailable
 from gyre.ids import CellId, RunId
 from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, next_launches, run_id
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
+from gyre.sched.revival import Revival
 from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compare, Lease, LeaseLost, Put
 from gyre.store.records import (
@@ -89,6 +90,7 @@ class SchedulerActor(Actor):
         self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
         self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
+        self._revival = Revival()
         self._params = PolicyParams(**spec.scheduler.model_dump())
         self._measures = Measures()
         self._ticks = 0
@@ -400,6 +402,14 @@ class SchedulerActor(Actor):
         try:
             progress = await self._site.core.ask(GetProgress(), 5.0, Progress)
         except Unavailable:  # it starts again; the next tick asks it again
+            return
+        failed = [cell for cell, seen in roles.items() if seen.record.observed is Role.FAILED]
+        for cell in self._revival.due(failed, self.now_s):
+            await self._order(cell, roles[cell], Role.ROLLOUT, "it failed and is tried again")
+        if self._revival.hopeless(failed, len(roles)):
+            await self._end_job(
+                JobState.FAILED, f"no cell works; the logs of the engines in {self._site.job.logs} say why"
+            )
             return
         plan = decide(self._view({cell: seen.record for cell, seen in roles.items()}, progress), self._params)
         for cell, desired in plan.desired.items():

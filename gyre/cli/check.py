@@ -23,7 +23,7 @@ ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 def check_job(spec: JobSpec, base: Path) -> list[str]:
     """Every fault of a job file whose shape is right. `base` is the folder that relative paths start from."""
     faults: list[str] = []
-    for test in (_model, _tasks, _harness, _port):
+    for test in (_model, _renderer, _tasks, _harness, _port):
         try:
             faults += test(spec, base)
         except GyreError as error:
@@ -53,6 +53,14 @@ def _model(spec: JobSpec, base: Path) -> list[str]:
             f"sampling.max_tokens: {spec.sampling.max_tokens} is not allowed; less than model.context_tokens ({spec.model.context_tokens})"
         )
     return faults
+
+
+def _renderer(spec: JobSpec, base: Path) -> list[str]:
+    """Whether the model's text form can be made: only the gateway's own code can tell, and it is quick to ask."""
+    from gyre.proxy.rendering import Rendering
+
+    Rendering(model_dir(spec.model.path, base), spec.model.renderer, thinking=spec.model.thinking)
+    return []
 
 
 def _tasks(spec: JobSpec, base: Path) -> list[str]:

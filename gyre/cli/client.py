@@ -30,7 +30,12 @@ def find_job(folder: Path | None) -> JobDir:
 
 
 def read_spec(job: JobDir) -> JobSpec:
-    return JobSpec.from_json(job.job_file.read_text(encoding="utf-8"))
+    """The job as it was begun. Raises BadInput when its file is not what `gyrectl up` wrote."""
+    try:
+        return JobSpec.from_json(job.job_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise BadInput("job.json", str(job.job_file), f"it must be a job as gyrectl up wrote it ({first})") from error
 
 
 async def status(job: JobDir) -> Status:

@@ -5,11 +5,17 @@ Exit codes: 0 done; 1 the job failed, or nothing answered; 2 bad input; 130 stop
 
 from __future__ import annotations
 
+import signal
+import sys
+from pathlib import Path
+
+if Path(sys.argv[0]).name in ("gyrectl", "gyrectl.py"):
+    # Ctrl-C while the rest is still loading, or in a short command, ends the program without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer

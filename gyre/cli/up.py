@@ -52,9 +52,8 @@ class Options:
 
 def up(options: Options, console: Console) -> int:
     """Run the job to its end. Returns the exit code. Raises GyreError for input that cannot be used."""
+    _check_report(options.report)
     job, spec = prepare(options)
-    if options.report is not None and not options.report.resolve().parent.is_dir():
-        raise BadInput("--report", str(options.report), "its folder must exist")
     console.print(f"gyre: {spec.job.name} in {job.root}", markup=False, highlight=False)
     interrupts = 0
 
@@ -65,10 +64,20 @@ def up(options: Options, console: Console) -> int:
     before = {number: signal.signal(number, on_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         asyncio.run(_watch(job, console, lambda: interrupts))
+        return _finish(job, spec, options, console, interrupted=interrupts > 0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _finish(job, spec, options, console, interrupted=interrupts > 0)
+
+
+def _check_report(report: Path | None) -> None:
+    """Before anything is trained: can the report be written where it is wanted?"""
+    if report is None:
+        return
+    if not report.resolve().parent.is_dir():
+        raise BadInput("--report", str(report), "its folder must exist")
+    if report.is_dir():
+        raise BadInput("--report", str(report), "it must name a file, not a folder")
 
 
 def prepare(options: Options) -> tuple[JobDir, JobSpec]:

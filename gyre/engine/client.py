@@ -53,12 +53,21 @@ _LONGEST_EVENT_BYTES = 64 * 1024 * 1024
 class EngineClient:
     """The engine at `url` (`http://127.0.0.1:port`). Close it, or use it as an async context manager.
 
-    `connect_s` bounds the wait for a connection, `silence_s` the wait for the next byte of an answer, `control_s` a
+    `key` is sent with every request; an engine that was started with one refuses those without it (401). `connect_s` bounds the wait for a connection, `silence_s` the wait for the next byte of an answer, `control_s` a
     whole control call.
     """
 
-    def __init__(self, url: str, *, connect_s: float = 5.0, silence_s: float = 600.0, control_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str = "",
+        connect_s: float = 5.0,
+        silence_s: float = 600.0,
+        control_s: float = 120.0,
+    ) -> None:
         self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._connect_s = connect_s
         self._silence_s = silence_s
         self._control_s = control_s
@@ -193,7 +202,7 @@ class EngineClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             # No limit: the gateway decides how many requests are in flight, and a queue here would hide them.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         return self._session
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,11 @@ class _Waiting:
 
 
 class Engines:
-    """`wait_s` bounds a call's wait for an engine."""
+    """`wait_s` bounds a call's wait for an engine; `key` is what engines want of their clients."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, key: str = "") -> None:
         self._wait_s = wait_s
+        self._key = key
         self._version = -1
         self._routes: dict[CellId, EngineRoute] = {}
         self._clients: dict[str, EngineClient] = {}
@@ -67,7 +68,7 @@ class Engines:
                 self._draining.discard(route.cell)
             self._trust(route.cell)
             if route.url not in self._clients:
-                self._clients[route.url] = EngineClient(route.url)
+                self._clients[route.url] = EngineClient(route.url, key=self._key)
         self._draining &= set(self._routes)
         self._seat_waiting()
         held = {id(seat.client) for seat in self._seats}

@@ -14,7 +14,7 @@ import re
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gyre.actors.messages import (
@@ -73,6 +73,8 @@ class GatewayConfig:
     """Whether a record is on the disk itself before an answer that rests on it is complete, or only with the kernel."""
     wait_s: float = 1800.0
     """The longest a call goes without a token before the harness is told that no engine could answer."""
+    engine_key: str = field(default="", repr=False)
+    """The secret that engines want of their clients; empty for engines that want none."""
 
 
 class Gateway:
@@ -84,7 +86,7 @@ class Gateway:
         self._openai, self._anthropic = OpenAIChat(), AnthropicMessages()
         self._dialects: dict[str, Dialect] = {self._openai.name: self._openai, self._anthropic.name: self._anthropic}
         self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
-        self._engines = Engines(config.wait_s)
+        self._engines = Engines(config.wait_s, config.engine_key)
         self._metering = Metering()
         self._runs: dict[RunId, LiveRun] = {}
         self._closed_keys: OrderedDict[RunId, str] = OrderedDict()
@@ -319,7 +321,7 @@ class Gateway:
     async def _abort_left_over(self, urls: list[str]) -> None:
         """Engines may still sample for the gateway that died; its calls begin anew, so those requests end first."""
         for url in urls:
-            async with EngineClient(url, connect_s=1.0, control_s=5.0) as client:
+            async with EngineClient(url, key=self.config.engine_key, connect_s=1.0, control_s=5.0) as client:
                 with suppress(GyreError):
                     await client.abort_all()
         self._left_over.clear()

@@ -79,6 +79,21 @@ def test_a_job_that_has_ended_is_left_in_peace(job_file: Path, tmp_path: Path) -
         prepare(options(job_file, folder=first.root))
 
 
+@pytest.mark.parametrize("report", ["no/such/folder.json", "."])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_made(job_file: Path, report: str) -> None:
+    refused = CliRunner().invoke(app, ["up", str(job_file), "--report", report])
+    assert refused.exit_code == 2
+    assert not (job_file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "{}"])
+def test_a_damaged_job_folder_is_named_in_one_line(job_file: Path, content: str) -> None:
+    job, _ = prepare(options(job_file))
+    job.job_file.write_text(content)
+    with pytest.raises(BadInput, match=r"job\.json"):
+        prepare(options(job_file, resume=True))
+
+
 def test_there_is_nothing_to_resume(job_file: Path) -> None:
     with pytest.raises(BadInput, match="no unfinished job"):
         prepare(options(job_file, resume=True))
@@ -96,6 +111,7 @@ def test_a_folder_that_cannot_be_written_is_named(job_file: Path, tmp_path: Path
         ("builtin:tiny", "builtin:huge", "model.path: 'builtin:huge' is not allowed; one of builtin:tiny"),
         ("builtin:tiny", "no/such", "model.path: 'no/such' is not allowed"),
         ("builtin:chores", "no/such", "no/such"),
+        ("[sampling]", "renderer = 'nope'\n[sampling]", "nope"),
         ("max_tokens = 24", "max_tokens = 4096", "sampling.max_tokens: 4096 is not allowed"),
         ("[harness]", "[harness]\nprofile = 'cursor'", "harness.profile: 'cursor' is not allowed; one of "),
         (

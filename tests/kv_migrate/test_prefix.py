@@ -51,14 +51,14 @@ async def serving(
     """A whole engine behind real sockets, in this process."""
     core = EngineCore(EngineConfig(model, version, block_tokens, cache_tokens, prompt_tokens_per_step=64))
     exchange = None if secret is None else KvExchange(await TcpTransport.open(secret))
-    server = EngineServer(core, exchange)
+    server = EngineServer(core, exchange, secret or b"")
     runner = web.AppRunner(server.application(), handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
     try:
-        async with EngineClient(f"http://127.0.0.1:{port}") as client:
+        async with EngineClient(f"http://127.0.0.1:{port}", key=(secret or b"").decode()) as client:
             yield client
     finally:
         await server.close()
@@ -266,7 +266,7 @@ async def test_a_source_that_is_frozen_or_killed_costs_no_more_than_the_deadline
     ids = prompt(200)
     (tmp_path / "secret").write_bytes(SECRET)
     with engine_process(tmp_path / "source", llama, "--secret-file", str(tmp_path / "secret")) as process:
-        async with EngineClient(process.url) as source, serving(llama) as target:
+        async with EngineClient(process.url, key=SECRET.decode()) as source, serving(llama) as target:
             whole = await sample(source, request(ids, 10))
             process.signal(signal.SIGSTOP)
             frozen = await move_prefix(source, target, ids, 1, 0.4)

@@ -40,6 +40,7 @@ class Engine:
 
     def __init__(self, folder: Path, model: Path, secret: Path) -> None:
         self.ready = folder / "ready.json"
+        self.key = secret.read_text()
         log = (folder / "log").open("wb")
         options = ["--version", "1", "--block-tokens", str(BLOCK_TOKENS), "--threads", "1"]
         files = ["--model", str(model), "--ready-file", str(self.ready), "--secret-file", str(secret)]
@@ -101,6 +102,7 @@ async def proxy(engines: dict[str, Engine], model: Path, tmp_path: Path) -> Asyn
         context_tokens=2000,
         block_tokens=BLOCK_TOKENS,
         thinking=True,
+        engine_key=engines["a"].key,
     )
     async with AsyncExitStack() as stack:
         gateway = Gateway(config)
@@ -116,7 +118,7 @@ async def proxy(engines: dict[str, Engine], model: Path, tmp_path: Path) -> Asyn
 async def flush(proxy: Proxy) -> None:
     """Nothing cached anywhere, so that what is found on an engine was moved there."""
     for engine in proxy.engines.values():
-        async with EngineClient(engine.url) as client:
+        async with EngineClient(engine.url, key=engine.key) as client:
             await client.flush_cache()
 
 
@@ -196,7 +198,7 @@ async def test_a_call_lives_through_a_change_of_weights_and_each_token_has_its_v
         await proxy.gateway.drain(DrainEngine(CellId(cell), False, ""))
     assert proxy.gateway.status().calls_waiting == 1
     for engine in proxy.engines.values():
-        async with EngineClient(engine.url) as client:
+        async with EngineClient(engine.url, key=engine.key) as client:
             await client.update_weights(str(model), 2)
     await proxy.route()
     output = await calling

@@ -1,7 +1,7 @@
 """`python -m gyre.engine.local --model DIR --version N`: one engine process. SIGTERM ends it cleanly.
 
-When it serves it writes `--ready-file` (JSON: port, pid, url, kv_address). `--secret-file` holds the secret that
-engines share: only peers that know it may pull KV blocks, and without it none move.
+When it serves it writes `--ready-file` (JSON: port, pid, url, kv_address). `--secret-file` holds the job's
+secret: only who knows it may use the HTTP surface or pull KV blocks. Without it the surface is open, and none move.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def _serve(options: argparse.Namespace, secret: bytes | None, listener: so
     exchange = None
     if secret is not None:
         exchange = KvExchange(await TcpTransport.open(secret, options.host))
-    server = EngineServer(core, exchange)
+    server = EngineServer(core, exchange, secret or b"")
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
     )
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_at_least(0), default=0, help="0 takes a free one")
     parser.add_argument("--ready-file", default="", help="written, whole, when the engine serves")
-    parser.add_argument("--secret-file", default="", help="the secret that engines share to move KV blocks")
+    parser.add_argument("--secret-file", default="", help="the secret that clients and peers must know")
     parser.add_argument("--threads", type=_at_least(1), default=1)
     parser.add_argument("--block-tokens", type=_at_least(1), default=16)
     parser.add_argument("--cache-tokens", type=_at_least(32), default=65536)

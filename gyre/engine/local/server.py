@@ -1,12 +1,14 @@
 """The local engine's HTTP surface: SGLang's paths and shapes for what Gyre uses, and two of our own for KV blocks.
 
 Streams are incremental: a message holds only the tokens that came since the one before. A client that goes away has its
-request aborted.
+request aborted. With a key, whoever does not send it is told no more than that the engine is up: other processes of the
+machine, a run's own commands among them, reach the socket as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 import uuid
@@ -31,10 +33,14 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineServer:
-    """Handles requests for `core`. `application()` is what a runner serves; `close` ends all streams and the thread."""
+    """Handles requests for `core`. `application()` is what a runner serves; `close` ends all streams and the thread.
 
-    def __init__(self, core: EngineCore, exchange: KvExchange | None) -> None:
+    With a `key`, all but `GET /health` want `Authorization: Bearer <key>`, as with SGLang's `--api-key`.
+    """
+
+    def __init__(self, core: EngineCore, exchange: KvExchange | None, key: bytes = b"") -> None:
         self._core = core
+        self._key = key
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self.thread = EngineThread(core, self._deliver)
         self._exchange = exchange
@@ -42,7 +48,7 @@ class EngineServer:
             exchange.serve(self.thread)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_LONGEST_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=_LONGEST_BODY_BYTES, middlewares=[self._guard, _errors])
         post = app.router.add_post
         post("/generate", self._generate)
         post("/abort_request", self._abort)
@@ -65,6 +71,16 @@ class EngineServer:
         if not self.thread.failed.done():
             await self.thread.call(lambda core: core.abort_all())
             await self.thread.stop()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Before anything of the request is read."""
+        open_to_all = request.method == "GET" and request.path == "/health"
+        if not self._key or open_to_all or _bears(request, self._key):
+            return await handler(request)
+        return web.json_response(
+            {"error": {"message": "Unauthorized"}}, status=401, headers={"WWW-Authenticate": "Bearer"}
+        )
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -273,6 +289,11 @@ def _message(output: Output, started_s: float) -> dict[str, Any]:
         meta["weight_versions"] = [{"version": str(v), "start": start, "end": end} for v, start, end in output.spans]
         meta["e2e_latency"] = time.monotonic() - started_s
     return {"text": "", "output_ids": list(output.token_ids), "meta_info": meta}
+
+
+def _bears(request: web.Request, key: bytes) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key)
 
 
 @web.middleware
