@@ -141,7 +141,7 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def body_digest(body: Mapping[str, Any]) -> bytes:
-    """By which a retry is recognised: the parsed body, whatever its key order, `stream` and the token limits aside."""
+    """What a retry has in common with its first: the parsed body, whatever its key order, `stream` and limits aside."""
     kept = {key: value for key, value in body.items() if key not in _NOT_OF_THE_CALL}
     return digest("body", json.dumps(kept, sort_keys=True, separators=(",", ":")))
 
@@ -152,10 +152,9 @@ _NOT_OF_THE_CALL = frozenset({"stream", "stream_options", "max_tokens", "max_com
 def canonical_json(text: str) -> str:
     """JSON text in one form for equal values: keys in order, no spaces, 1.0 as 1. Other text as it is."""
     try:
-        value = json.loads(text)
+        return json.dumps(_integral(json.loads(text)), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     except (ValueError, RecursionError):
         return text.strip()
-    return json.dumps(_integral(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def _integral(value: Any) -> Any:

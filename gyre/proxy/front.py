@@ -10,10 +10,13 @@ import asyncio
 import errno
 import json
 import logging
+import re
+import zlib
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gyre.errors import BadInput
 from gyre.proxy.delivery import Hold, hold_of
@@ -25,6 +28,12 @@ from gyre.proxy.live_run import LiveRun, ModelRequest
 from gyre.proxy.metering import CONTENT_TYPE
 from gyre.proxy.session import Call
 
+_OF_ANTHROPIC = re.compile(r"/messages(/count_tokens|/batches(/.*)?)?/*$")
+_OF_OPENAI = re.compile(r"/chat/completions/*$")
+_DEEPEST = 200
+"""Levels that a body may be nested: more than any schema has, and far from where Python's recursion ends."""
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""Encodings of a body that are read, with zlib's name for each."""
 WRITE_S = 300.0
 """The longest a client may take to read an answer."""
 _log = logging.getLogger(__name__)
@@ -54,7 +63,10 @@ class Front:
         app.router.add_route("*", "/run/{run}/{key}/{path:.*}", self._serve)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        # A body is decoded by `_decoded`: what the server itself cannot decode it answers in no dialect's form.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, reuse_address=True)
         try:
@@ -76,7 +88,7 @@ class Front:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"].removeprefix("v1/")
-        dialect = self._dialect(request, path)
+        dialect = self._dialect(request)
         handlers: dict[tuple[str, str], Callable[[web.Request, LiveRun, Dialect], Awaitable[web.StreamResponse]]] = {
             ("POST", "chat/completions"): self._model_call,
             ("POST", "messages"): self._model_call,
@@ -95,14 +107,18 @@ class Front:
             status, body = dialect.fault(fault)
             return web.json_response(body, status=status)
 
-    def _dialect(self, request: web.Request, path: str) -> Dialect:
-        """By the path; where that is no dialect's own, by the header in which a client shows its key."""
-        if path.startswith("messages"):
+    def _dialect(self, request: web.Request) -> Dialect:
+        """By the path's end; where that is no dialect's own, by the header in which a client shows its key."""
+        if _OF_ANTHROPIC.search(request.path):
             return self._anthropic
-        return self._anthropic if "x-api-key" in request.headers and path != "chat/completions" else self._openai
+        if _OF_OPENAI.search(request.path):
+            return self._openai
+        return self._anthropic if "x-api-key" in request.headers else self._openai
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
-        status, body = self._openai.fault(Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…"))
+        status, body = self._dialect(request).fault(
+            Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…")
+        )
         return web.json_response(body, status=status)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -125,13 +141,13 @@ class Front:
         return web.json_response(body)
 
     async def _count_tokens(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        conversation = self._anthropic.parse_count(await _json_body(request))
+        conversation = self._anthropic.parse_count(await _json_body(request, self._request_bytes))
         return web.json_response({"input_tokens": live.count_tokens(conversation)})
 
     # ------------------------------------------------------------------------------------------ calls
 
     async def _model_call(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        body = await _json_body(request)
+        body = await _json_body(request, self._request_bytes)
         conversation = dialect.parse(body)
         headers = {name.lower(): value for name, value in request.headers.items()}
         asked = ModelRequest(dialect, conversation, body, headers)
@@ -180,18 +196,72 @@ class Front:
             await asyncio.wait([answering], timeout=hold.heartbeat_s)
 
 
-async def _json_body(request: web.Request) -> dict[str, Any]:
+async def _json_body(request: web.Request, most_bytes: int) -> dict[str, Any]:
     try:
         data = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise Fault(FaultKind.TOO_LARGE, f"the request is too large: {error.text}") from error
+        raise _too_large(most_bytes) from error
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise bad_request(f"the body cannot be read: {_line(error)}") from error
+    for encoding in reversed(request.headers.getall("Content-Encoding", [])):
+        for name in reversed(encoding.split(",")):
+            data = _decoded(data, name.strip().lower(), most_bytes)
     try:
-        body = json.loads(data)
+        body = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {str(error)[:200]}") from error
+        raise bad_request(f"the body is not JSON: {_line(error)}") from error
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object")
+    _check_depth(body)
     return cast("dict[str, Any]", body)
+
+
+def _decoded(data: bytes, encoding: str, most_bytes: int) -> bytes:
+    """The body without one encoding. Never more than `most_bytes`, however well it was packed."""
+    if encoding in ("", "identity"):
+        return data
+    window = _WINDOWS.get(encoding)
+    if window is None:
+        raise bad_request(f"Content-Encoding: {encoding[:40]!r} is not allowed; one of gzip, deflate, identity")
+    if encoding == "deflate" and data and data[0] & 0xF != 8:
+        window = -zlib.MAX_WBITS  # without zlib's header, as many clients have it
+    stream = zlib.decompressobj(window)
+    try:
+        plain = stream.decompress(data, most_bytes + 1)
+    except zlib.error as error:
+        raise bad_request(f"the body is not {encoding}: {_line(error)}") from error
+    if len(plain) > most_bytes:
+        raise _too_large(most_bytes)
+    if not stream.eof or stream.unused_data:
+        raise bad_request(f"the body is not {encoding}: it does not end where it should")
+    return plain
+
+
+def _check_depth(body: object) -> None:
+    level: list[Any] = [body]
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += cast("dict[str, Any]", value).values()
+            elif isinstance(value, list):
+                inner += cast("list[Any]", value)
+        if not inner:
+            return
+        level = inner
+    raise bad_request(f"the body is nested too deeply; at most {_DEEPEST} levels")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def _too_large(most_bytes: int) -> Fault:
+    return Fault(FaultKind.TOO_LARGE, f"the request is too large: at most {most_bytes} bytes are taken")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 async def _written(

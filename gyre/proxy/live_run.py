@@ -16,7 +16,7 @@ from typing import Any
 
 from gyre.errors import StorageFull
 from gyre.ids import CallId, CellId
-from gyre.proxy.conversation import Conversation, body_digest
+from gyre.proxy.conversation import Conversation, body_digest, digest
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
@@ -40,6 +40,11 @@ class ModelRequest:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     """Names in lower case."""
+
+    @property
+    def digest(self) -> bytes:
+        """By which a retry is recognised. An answer has its dialect's ids, so no other dialect's request repeats it."""
+        return digest(self.dialect.name, body_digest(self.body))
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,12 @@ class LiveRun:
     async def answer(self, request: ModelRequest) -> Call:
         """The call that answers the request, ended and on disk. Raises Fault where there will be no answer."""
         self._check_open()
-        digest = body_digest(request.body)
-        call = self.session.find(digest)
-        if call is None:
+        call = self.session.find(request.digest)
+        if call is None or self.session.outgrown(call, request.conversation, self._limits.context_tokens):
             call, records = self.session.begin(
                 request.conversation,
                 request.body,
-                digest,
+                request.digest,
                 request.dialect,
                 request.headers,
                 self._limits.context_tokens,
@@ -204,19 +208,19 @@ class LiveRun:
         except Fault as fault:
             work.fault = work.fault or fault
             if fault.kind is FaultKind.UNAVAILABLE:
-                self._failed(call)
+                self._failed(work)
         except StorageFull as error:
             work.fault = self.stop(str(error))
         except Exception:
             _log.exception("call %s failed", call.id)
             work.fault = Fault(FaultKind.UNAVAILABLE, "the gateway failed on this call; its log says why")
-            self._failed(call)
+            self._failed(work)
         self._work.pop(call.id, None)
         work.done.set()
 
-    def _failed(self, call: Call) -> None:
-        self.session.fail(call)
-        self._metering.failed(call.dialect)
+    def _failed(self, work: _Work) -> None:
+        self.session.fail(work.call, seen=work.waiters > 0)
+        self._metering.failed(work.call.dialect)
 
     def _generation(self, call: Call) -> Generation:
         opened = self.session.opened

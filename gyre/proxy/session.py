@@ -17,9 +17,9 @@ from gyre.actors.messages import OpenRun
 from gyre.ids import CallId
 from gyre.proxy.conversation import Answer, Conversation, Finish, Reply, ToolCall, answer_key, digest
 from gyre.proxy.dialects.dialect import Dialect
-from gyre.proxy.faults import too_long
-from gyre.proxy.prompts import Prompts
-from gyre.proxy.recognition import Threads
+from gyre.proxy.faults import bad_request, too_long
+from gyre.proxy.prompts import Prompt, Prompts
+from gyre.proxy.recognition import Threads, Walk
 from gyre.proxy.rendering import Rendering
 from gyre.proxy.roles import Roles, opening
 from gyre.proxy.sampling import Cached, Ending, Stretch
@@ -97,6 +97,13 @@ class Session:
         """The call that a request with this digest repeats."""
         return self._by_digest.get(body_digest)
 
+    def outgrown(self, call: Call, conversation: Conversation, context_tokens: int) -> bool:
+        """Whether an equal request asks for more than `call` could say: the harness had it, cut at its limit."""
+        answer = call.answer
+        if answer is None or answer.finish is not Finish.LENGTH or not self.tree.delivered(call.id):
+            return False
+        return self._limit(conversation, context_tokens - answer.prompt_tokens) > call.max_tokens
+
     def begin(
         self,
         conversation: Conversation,
@@ -107,13 +114,12 @@ class Session:
         context_tokens: int,
         now_unix_s: float,
     ) -> tuple[Call, list[JournalRecord]]:
-        """A new call. Raises Fault(TOO_LONG), and has then changed nothing."""
+        """A new call. Raises Fault(TOO_LONG) or Fault(BAD_REQUEST), and has then changed nothing."""
         walk = self._threads.walk(conversation)
-        prompt = self._prompts.of(conversation, walk)
+        prompt = self._prompt(conversation, walk)
         room = context_tokens - len(prompt.token_ids)
         if room < 1:
             raise too_long(len(prompt.token_ids), context_tokens)
-        limit = min(room, self.opened.max_tokens, conversation.max_tokens or self.opened.max_tokens)
         call = Call(
             id=CallId(f"{self.opened.run}.{self.opened.attempt}.{self._seq}"),
             seq=self._seq,
@@ -124,7 +130,7 @@ class Session:
             role=self._roles.of(conversation, headers),
             base=prompt.base,
             suffix=prompt.suffix,
-            max_tokens=limit,
+            max_tokens=self._limit(conversation, room),
             stop=conversation.stop,
             seed=conversation.seed,
         )
@@ -159,7 +165,7 @@ class Session:
 
     def count_tokens(self, conversation: Conversation) -> int:
         """Tokens of the prompt that the conversation would have now."""
-        return len(self._prompts.of(conversation, self._threads.walk(conversation)).token_ids)
+        return len(self._prompt(conversation, self._threads.walk(conversation)).token_ids)
 
     def prompt_of(self, call: Call) -> array[int]:
         if call.id in self.tree:
@@ -198,10 +204,11 @@ class Session:
         minted = self._settle(call, plain)
         return CallEnded(call=call.id, finish=ending.finish.value, minted=minted, answer=json.dumps(plain).encode())
 
-    def fail(self, call: Call) -> None:
-        """The harness was told an error that is ours. A retry is a new call."""
-        self.interrupted_calls += 1
-        self._by_digest.pop(call.digest, None)
+    def fail(self, call: Call, *, seen: bool) -> None:
+        """The call has no answer, by a fault of ours; `seen` where a harness is told so. A retry is a new call."""
+        self.interrupted_calls += seen
+        if self._by_digest.get(call.digest) is call:
+            del self._by_digest[call.digest]
 
     def deliver(self, call: CallId) -> JournalRecord | None:
         """The harness has the call's answer; None where that was known."""
@@ -268,6 +275,17 @@ class Session:
         return [call for call in self._calls.values() if call.answer is None]
 
     # ------------------------------------------------------------------------------------------ private
+
+    def _prompt(self, conversation: Conversation, walk: Walk) -> Prompt:
+        try:
+            return self._prompts.of(conversation, walk)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            # Whichever turn it is in: text that no tokenizer takes, say, or arguments too deep to be read.
+            raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
+
+    def _limit(self, conversation: Conversation, room: int) -> int:
+        """Tokens that the request's answer may have, where the context has room for `room`."""
+        return min(room, self.opened.max_tokens, conversation.max_tokens or self.opened.max_tokens)
 
     def _enter(self, call: Call) -> None:
         self._calls[call.id] = call

@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
+from aiohttp import web
+
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.messages import (
     CloseRun,
@@ -124,6 +127,38 @@ async def test_a_run_that_closed_as_the_process_died_is_no_fault(tmp_path: Path)
         await killed(site, process(site))
         assert await site.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace) == first
         assert RUN.run not in site.open_runs
+
+
+async def test_an_engine_is_asked_with_the_secret_of_the_job(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def engine(request: web.Request) -> web.StreamResponse:
+        seen.append((request.path, request.headers.get("Authorization", "")))
+        if request.path == "/generate":
+            await asyncio.sleep(DEADLINE_S)  # for as long as the gateway that asks lives
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", engine)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        route = replace(ROUTE, url=f"http://127.0.0.1:{runner.addresses[0][1]}", accepting=True)
+        async with a_gateway(tmp_path) as (site, _), aiohttp.ClientSession() as http:
+            await site.gateway.ask(RouteChanged(route), DEADLINE_S, Ok)
+            await site.gateway.ask(RUN, DEADLINE_S, Ok)
+            url = f"{(await status(site)).base_url}/run/{RUN.run}/{RUN.key}/v1/chat/completions"
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+            call = asyncio.create_task(http.post(url, json=body))
+            await until(lambda: bool(seen))
+            await killed(site, process(site))
+            # The next process ends what the one before has left with the engine.
+            await until(lambda: any(path == "/abort_request" for path, _ in seen))
+            await asyncio.gather(call, return_exceptions=True)
+            assert {sent for _, sent in seen} == {f"Bearer {site.secret}"}
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_process_that_cannot_run_fails_the_job_with_its_reason(tmp_path: Path) -> None:

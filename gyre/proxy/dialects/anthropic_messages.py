@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.proxy.conversation import Conversation, Finish, Message, Reply, Speaker, ToolCall, in_call_order
-from gyre.proxy.dialects.shapes import as_list, as_mapping, as_text, count_of, flag_of, text_of, texts_of
+from gyre.proxy.dialects.shapes import (
+    as_list,
+    as_mapping,
+    as_text,
+    check_number,
+    count_of,
+    flag_of,
+    text_of,
+    texts_of,
+)
 from gyre.proxy.faults import Fault, FaultKind, bad_request
 
 _SPEAKERS = {"system": Speaker.SYSTEM, "user": Speaker.USER, "assistant": Speaker.ASSISTANT}
@@ -38,6 +47,8 @@ class AnthropicMessages:
     def _parse(self, body: Mapping[str, Any], max_tokens: int | None, *, required: bool) -> Conversation:
         if required and max_tokens is None:
             raise bad_request("max_tokens: this field is required")
+        check_number(body, "temperature", 0, 1)
+        check_number(body, "top_p", 0, 1)
         messages: list[Message] = []
         system = body.get("system")
         if system is not None:

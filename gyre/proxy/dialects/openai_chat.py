@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.proxy.conversation import Conversation, Finish, Message, Reply, Speaker, ToolCall, in_call_order
-from gyre.proxy.dialects.shapes import as_list, as_mapping, as_text, count_of, flag_of, text_of, texts_of
+from gyre.proxy.dialects.shapes import (
+    as_list,
+    as_mapping,
+    as_text,
+    check_number,
+    count_of,
+    flag_of,
+    seed_of,
+    text_of,
+    texts_of,
+)
 from gyre.proxy.faults import Fault, FaultKind, bad_request
 
 _SPEAKERS = {
@@ -42,6 +52,8 @@ class OpenAIChat:
     def parse(self, body: Mapping[str, Any]) -> Conversation:
         if (count_of(body, "n", 1) or 1) != 1:
             raise bad_request("n: only 1 is supported")
+        check_number(body, "temperature", 0, 2)
+        check_number(body, "top_p", 0, 1)
         listed = as_list(body.get("messages"), "messages")
         if not listed:
             raise bad_request("messages: at least one message is expected")
@@ -55,7 +67,7 @@ class OpenAIChat:
             tools=tuple(_tool(item, f"tools[{place}]") for place, item in enumerate(tools)),
             stop=texts_of(body, "stop", 16),
             max_tokens=min(limits, default=None),
-            seed=count_of(body, "seed", -(2**63)),
+            seed=seed_of(body, "seed"),
             stream=flag_of(body, "stream"),
             include_usage=options is not None and flag_of(as_mapping(options, "stream_options"), "include_usage"),
             model=text_of(body, "model", "model"),

@@ -45,8 +45,8 @@ def flag_of(body: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def count_of(body: Mapping[str, Any], key: str, least: int) -> int | None:
-    """A whole-number field of at least `least`, or None where it is absent."""
+def count_of(body: Mapping[str, Any], key: str, least: int, most: int | None = None) -> int | None:
+    """A whole-number field from `least` to `most`, or None where it is absent."""
     value = body.get(key)
     if value is None:
         return None
@@ -54,7 +54,26 @@ def count_of(body: Mapping[str, Any], key: str, least: int) -> int | None:
         raise bad_request(f"{key}: a whole number is expected, not {_kind(value)}")
     if value < least:
         raise bad_request(f"{key}: {value} is not allowed; at least {least}")
+    if most is not None and value > most:
+        raise bad_request(f"{key}: {value} is not allowed; at most {most}")
     return value
+
+
+def seed_of(body: Mapping[str, Any], key: str) -> int | None:
+    """A seed of 64 bits with a sign, as the dialects take it, brought into what engines take: 63 bits without one."""
+    value = count_of(body, key, -(2**63), _MOST_SEED)
+    return None if value is None else value & _MOST_SEED
+
+
+def check_number(body: Mapping[str, Any], key: str, least: float, most: float) -> None:
+    """Of a number that the run's own setting stands in for: nobody reads it, and a wrong one is still a fault."""
+    value = body.get(key)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad_request(f"{key}: a number is expected, not {_kind(value)}")
+    if not least <= value <= most:
+        raise bad_request(f"{key}: {value} is not allowed; a number from {least:g} to {most:g}")
 
 
 def texts_of(body: Mapping[str, Any], key: str, most: int) -> tuple[str, ...]:
@@ -75,4 +94,5 @@ def _kind(value: object) -> str:
     return "null"
 
 
+_MOST_SEED = 2**63 - 1
 _NAMES = ((dict, "an object"), (list, "an array"), (str, "a string"), (bool, "a boolean"), (int | float, "a number"))
