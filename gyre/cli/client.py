@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from gyre.actors.messages import GetStatus, GetTrace, Ok, SpanRecord, Status, StopJob, Trace
 from gyre.actors.remote import connect
@@ -12,6 +13,8 @@ from gyre.errors import BadInput, Unavailable
 from gyre.jobdir import JobDir
 from gyre.store.open import open_store
 from gyre.store.records import Keys
+
+T = TypeVar("T")
 
 ASK_S = 5.0
 
@@ -40,18 +43,27 @@ def read_spec(job: JobDir) -> JobSpec:
 
 async def status(job: JobDir) -> Status:
     """The running job's status. Raises Unavailable when its gyred does not answer."""
-    async with connect(job.address("node"), job.secret()) as node:
-        return await node.ask(GetStatus(), ASK_S, Status)
+    return await _ask(job, GetStatus(), Status)
 
 
 async def stop(job: JobDir, reason: str) -> None:
-    async with connect(job.address("node"), job.secret()) as node:
-        await node.ask(StopJob(reason), ASK_S, Ok)
+    await _ask(job, StopJob(reason), Ok)
 
 
 async def trace(job: JobDir, switch: str) -> tuple[SpanRecord, ...]:
+    return (await _ask(job, GetTrace(switch), Trace)).spans
+
+
+async def _ask(job: JobDir, message: object, reply: type[T]) -> T:
     async with connect(job.address("node"), job.secret()) as node:
-        return (await node.ask(GetTrace(switch), ASK_S, Trace)).spans
+        try:
+            return await node.ask(message, ASK_S, reply)
+        except Unavailable as error:
+            if (job.sockets / "node.sock").exists():
+                raise
+            raise Unavailable(
+                f"the job in {job.root} is not running; gyrectl report --dir tells how far it is"
+            ) from error
 
 
 async def books(job: JobDir) -> Books:

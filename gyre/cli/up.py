@@ -218,6 +218,7 @@ async def _watch(job: JobDir, console: Console, interrupts: Callable[[], int]) -
     deaths: deque[float] = deque(maxlen=RESTARTS)
     stopping_since: float | None = None
     printed = 0.0
+    told: tuple[str, ...] = ()
     with Live(console=console, auto_refresh=False, transient=True) as view:
         while True:
             code = gyred.ended()
@@ -253,7 +254,9 @@ async def _watch(job: JobDir, console: Console, interrupts: Callable[[], int]) -
                 view.update(live.render(status), refresh=True)
             elif status is not None and time.monotonic() - printed > PLAIN_EVERY_S:
                 printed = time.monotonic()
-                console.print(live.plain_line(status), markup=False, highlight=False, soft_wrap=True)
+                for line in (*(event for event in status.events if event not in told), live.plain_line(status)):
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+                told = status.events
             await asyncio.sleep(REFRESH_S)
 
 

@@ -34,6 +34,8 @@ _DEEPEST = 200
 """Levels that a body may be nested: more than any schema has, and far from where Python's recursion ends."""
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """Encodings of a body that are read, with zlib's name for each."""
+READ_S = 300.0
+"""The longest a request's body may take to arrive. The server says nothing when a body breaks off in a broken chunk."""
 WRITE_S = 300.0
 """The longest a client may take to read an answer."""
 _log = logging.getLogger(__name__)
@@ -198,7 +200,10 @@ class Front:
 
 async def _json_body(request: web.Request, most_bytes: int) -> dict[str, Any]:
     try:
-        data = await request.read()
+        async with asyncio.timeout(READ_S):
+            data = await request.read()
+    except TimeoutError as error:
+        raise bad_request(f"the body did not arrive whole in {READ_S:g} s") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(most_bytes) from error
     except (web.RequestPayloadError, HttpProcessingError) as error:

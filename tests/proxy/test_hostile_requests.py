@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gyre.proxy import front
 from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
 from gyre.proxy.dialects.openai_chat import OpenAIChat
 from gyre.proxy.live_run import ModelRequest
@@ -156,7 +157,10 @@ async def test_a_small_body_that_unpacks_to_a_large_one_is_too_large(proxy: Prox
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_a_body_whose_chunks_are_broken_is_a_bad_request(proxy: Proxy, path: str) -> None:
+async def test_a_body_that_breaks_off_is_a_bad_request(
+    proxy: Proxy, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "READ_S", 0.5)
     port = int(proxy.gateway.base_url.rpartition(":")[2])
     head = f"POST /run/r/{proxy.keys['r']}/v1/{path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
