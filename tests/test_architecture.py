@@ -77,4 +77,6 @@ def test_the_loss_and_the_ledger_load_no_torch() -> None:
         "import sys, gyre.loss.advantages, gyre.loss.objectives, gyre.train.ledger, gyre.train.batch, gyre.train.snapshot; "
         "print('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split() == ["False"]
+    assert subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True
+    ).stdout.split() == ["False"]

@@ -102,7 +102,10 @@ def test_what_is_no_toml_and_what_is_no_file(tmp_path: Path) -> None:
         (GOOD + "[optimizer]\nlr = inf\n", "optimizer.lr: inf is not allowed; input should be a finite number"),
         (GOOD + "[cells]\ncount = 999\n", "cells.count: 999 is not allowed; input should be less than or equal to 64"),
         (GOOD + "[cells]\nblock_tokens = 1000\ncache_tokens = 256\n", "cells: "),
-        (GOOD + "[telemetry]\notlp_endpoint = 'not a url'\n", "telemetry.otlp_endpoint: 'not a url' is not allowed; give http://"),
+        (
+            GOOD + "[telemetry]\notlp_endpoint = 'not a url'\n",
+            "telemetry.otlp_endpoint: 'not a url' is not allowed; give http://",
+        ),
     ],
 )
 def test_hostile_files_get_one_line_too(tmp_path: Path, text: str, line: str) -> None:

@@ -241,7 +241,9 @@ class Zygote:
             async with asyncio.timeout(_ZYGOTE_READY_S):
                 while not await self._answers():
                     if not child.alive:
-                        raise Unavailable(f"{self._name} ended while it started ({child.exit}): {self._last_words()}")
+                        raise Unavailable(
+                            f"{self._name} ended while it started ({await child.wait()}): {self._last_words()}"
+                        )
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise Unavailable(f"{self._name} did not answer within {_ZYGOTE_READY_S:g} s") from None

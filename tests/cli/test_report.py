@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from itertools import pairwise
 
 from gyre.cli.report import Books, count_switches, read_books, summarise
 from gyre.cli.report_html import render, role_spans
@@ -147,7 +148,7 @@ def test_the_timeline_of_a_cell_has_no_gap_and_no_overlap() -> None:
     assert [role for role, _, _ in spans] == ["rollout", "switch", "train", "switch", "rollout", "switch", "rollout"]
     assert spans[0][1] == 100.0
     assert spans[-1][2] == 112.0
-    assert all(before[2] == after[1] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[2] == after[1] for before, after in pairwise(spans))
 
 
 class _Tags(HTMLParser):
