@@ -56,8 +56,8 @@ class SetRoutes:
 class DrainEngine:
     """Stop every request in flight on `cell` at a token boundary, and carry it on elsewhere with its KV. -> DrainReport.
 
-    The cell takes no new request from the moment this arrives until a SetRoutes says `accepting`. With `move` false
-    the KV is left behind (its version dies). When no other engine is open the calls wait in the gateway's queue.
+    The cell takes no new request from the moment this arrives until a SetRoutes says `accepting`. With `move`
+    runs that are between calls take their KV along too; without it theirs is left behind (its version dies). When no other engine is open the calls wait in the gateway's queue.
     """
 
     cell: CellId
