@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 from row import Row
 
+from gyre.actors.remote import connect, serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.ids import CellId
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.store.records import Role
 from gyre.wire import record
 
-NAMES = ("gyred_import_s", "gyred_import_mb", "plan_1000_cells_ms", "local_tells_per_s")
+NAMES = ("gyred_import_s", "gyred_import_mb", "plan_1000_cells_ms", "local_tells_per_s", "remote_asks_per_s")
 
 REPEATS = 5
 TELLS = 50_000
+ASKS = 5_000
+ASKERS = 50
 
 
 def rows() -> Iterable[Row]:
@@ -32,6 +36,8 @@ def rows() -> Iterable[Row]:
     yield Row("plan_1000_cells_ms", plan_ms, "ms", "<= 10", plan_ms <= 10)
     speed = TELLS / median(asyncio.run(tell_seconds()) for _ in range(REPEATS))
     yield Row("local_tells_per_s", speed, "1/s", ">= 50000", speed >= 50_000)
+    speed = ASKS / median(asyncio.run(ask_seconds()) for _ in range(REPEATS))
+    yield Row("remote_asks_per_s", speed, "1/s", ">= 5000", speed >= 5_000)
 
 
 def imported() -> tuple[float, float]:
@@ -71,18 +77,37 @@ class Counter(Actor):
         self.done = done
 
     @handles(Count)
-    async def count(self, message: Count) -> None:
+    async def count(self, message: Count) -> Count:
         if message.last:
             self.done.set()
+        return message
 
 
 async def tell_seconds() -> float:
-    """Seconds until one actor has handled `TELLS` messages."""
+    """Seconds of one core until an actor has handled `TELLS` messages."""
     async with ActorSystem.running("bench") as system:
         done = asyncio.Event()
         counter = system.spawn("counter", lambda: Counter(done), mailbox_messages=TELLS)
-        began = perf_counter()
+        began = process_time()
         for number in range(TELLS):
             counter.tell(Count(number == TELLS - 1))
         await done.wait()
-        return perf_counter() - began
+        return process_time() - began
+
+
+async def ask_seconds() -> float:
+    """Seconds of one core, which both sides share, until `ASKS` asks over a Unix socket have their answers."""
+    async with ActorSystem.running("bench") as system:
+        counter = system.spawn("counter", lambda: Counter(asyncio.Event()))
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"unix:{folder}/counter.sock"
+            async with serve(counter, address, "bench"), connect(address, "bench") as remote:
+                await remote.ready(10.0)
+
+                async def ask() -> None:
+                    for _ in range(ASKS // ASKERS):
+                        await remote.ask(Count(False), 60.0, Count)
+
+                began = process_time()
+                await asyncio.gather(*(ask() for _ in range(ASKERS)))
+                return process_time() - began

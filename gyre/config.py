@@ -7,6 +7,7 @@ from the job file's folder. Nothing heavy is imported here: the CLI, gyred and e
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -19,6 +20,10 @@ from gyre.errors import GyreError
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+PLACEHOLDERS = ("base_url", "instruction", "workspace", "home")
+"""What stands in braces in `harness.command` and in the values of `harness.env`."""
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 class JobFileError(GyreError):
@@ -71,12 +76,34 @@ class HarnessSection(Section):
     profile: str = "mini-swe-agent"
     config: str = ""
     """The profile's own configuration file (`builtin:chores` for the quickstart's), or empty."""
+    command: tuple[str, ...] = ()
+    """Of the profile `command`: the program and its arguments, with placeholders."""
+    env: dict[str, str] = {}
+    """Of the profile `command`: environment variables, with placeholders in their values."""
     confine: Literal["auto", "unconfined"] = "auto"
     """`auto`: a run sees a read-only system and writes only its workspace. `unconfined`: it runs as you."""
     max_live: Positive = 4
     """Runs live at a time on one node."""
     attempts: Positive = 2
     """Times a run is started before an infrastructure failure stands."""
+
+    @field_validator("command", "env")
+    @classmethod
+    def _placeholders(cls, value: tuple[str, ...] | dict[str, str]) -> tuple[str, ...] | dict[str, str]:
+        texts = value.values() if isinstance(value, dict) else value
+        for name in (name for text in texts for name in PLACEHOLDER.findall(text)):
+            if name not in PLACEHOLDERS:
+                known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+                raise ValueError(f"{{{name}}} is no placeholder; there are {known}")
+        return value
+
+    @model_validator(mode="after")
+    def _command_of_its_profile(self) -> HarnessSection:
+        if self.profile == "command" and not any(self.command[:1]):
+            raise ValueError("the profile command needs a command: a list, the program first")
+        if self.profile != "command" and (self.command or self.env):
+            raise ValueError("command and env are for the profile command")
+        return self
 
 
 class CellsSection(Section):
@@ -138,6 +165,21 @@ class LimitsSection(Section):
     request_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
 
 
+class JournalSection(Section):
+    fsync: Literal["call", "os"] = "call"
+    """`call`: an answer is on the disk before it is complete at the harness. `os`: the kernel writes it when it likes."""
+    replicate_to: str = ""
+    """`host:port` of a peer that keeps a copy of every journal (a loopback address), or empty."""
+
+    @field_validator("replicate_to")
+    @classmethod
+    def _is_loopback(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host in ("127.0.0.1", "::1") and port.isdecimal() and 0 < int(port) <= 65535):
+            raise ValueError("give 127.0.0.1:port or ::1:port (a tunnel leads to another node), or nothing")
+        return value
+
+
 class SchedulerSection(Section):
     hysteresis: Annotated[float, Field(ge=0, lt=0.5)] = 0.15
     share_weight: Annotated[float, Field(ge=0)] = 0.75
@@ -176,6 +218,7 @@ class JobSpec(Section):
     loss: LossSection = LossSection()
     optimizer: OptimizerSection = OptimizerSection()
     limits: LimitsSection = LimitsSection()
+    journal: JournalSection = JournalSection()
     scheduler: SchedulerSection = SchedulerSection()
     telemetry: TelemetrySection = TelemetrySection()
     server: ServerSection = ServerSection()

@@ -7,6 +7,7 @@ since the kernel bounds the length of a socket's path.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import secrets
 import stat
@@ -15,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.errors import BadInput
+
+
+def key_for(secret: str, use: str) -> str:
+    """What is shown over plain HTTP in the secret's place, for one use: the secret cannot be had from it."""
+    return hmac.digest(secret.encode(), use.encode(), hashlib.sha256).hex()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ALLOWED = {
     "sched": {"store", "trajectory"},
     "trajectory": set[str](),
     "loss": set[str](),
-    "proxy": {"store", "sched", "trajectory", "loss", "engine", "kv_migrate"},
+    "proxy": {"store", "sched", "trajectory", "loss", "engine", "kv_migrate", "harness"},
     "train": {"store", "sched", "trajectory", "loss"},
     "engine": {"store", "sched", "trajectory", "loss", "kv_migrate"},
     "kv_migrate": {"store", "sched", "trajectory", "loss", "engine"},

@@ -46,6 +46,17 @@ def test_the_shipped_quickstart_is_valid() -> None:
     assert spec.job.name == "quickstart"
 
 
+def test_a_command_may_have_placeholders_and_braces_of_its_own(tmp_path: Path) -> None:
+    text = """[harness]
+profile = "command"
+command = ["prog", "--json={\\"a\\": {}}", "{instruction}"]
+env = { URL = "{base_url}/v1" }
+"""
+    harness = load_job(write(tmp_path, GOOD + text)).harness
+    assert harness.command == ("prog", '--json={"a": {}}', "{instruction}")
+    assert harness.env == {"URL": "{base_url}/v1"}
+
+
 def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     assert load_job(path, {"job.steps": 9, "job.seed": 4}).job.steps == 9
@@ -66,6 +77,14 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (
             ("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"),
             "optimizer.betas.1: 1.0 is not allowed; input should be less than 1",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[journal]\nfsync = 'never'"),
+            "journal.fsync: 'never' is not allowed; input should be 'call'",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[journal]\nreplicate_to = '10.0.0.1:7070'"),
+            "journal.replicate_to: '10.0.0.1:7070' is not allowed; give 127.0.0.1:port",
         ),
         (
             ("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"),
@@ -106,6 +125,16 @@ def test_what_is_no_toml_and_what_is_no_file(tmp_path: Path) -> None:
             GOOD + "[telemetry]\notlp_endpoint = 'not a url'\n",
             "telemetry.otlp_endpoint: 'not a url' is not allowed; give http://",
         ),
+        (
+            GOOD + "[harness]\nprofile = 'command'\ncommand = ['prog', '{instruction}', '{task}']\n",
+            "harness.command: ['prog', '{instruction}', '{task}'] is not allowed; {task} is no placeholder; there are {base",
+        ),
+        (
+            GOOD + "[harness]\nprofile = 'command'\ncommand = ['prog']\nenv = { URL = '{url}' }\n",
+            "harness.env: {'URL': '{url}'} is not allowed; {url} is no placeholder; there are {base_url}, {instruction}, ",
+        ),
+        (GOOD + "[harness]\nprofile = 'command'\n", "harness: "),
+        (GOOD + "[harness]\ncommand = ['prog']\n", "harness: "),
     ],
 )
 def test_hostile_files_get_one_line_too(tmp_path: Path, text: str, line: str) -> None:

@@ -1,7 +1,7 @@
-"""Where an actor is served: `unix:/path` or `tcp:host:port`.
+"""Where an actor is served: `unix:/path` or `tcp:host:port` on one machine, `tls:host:port` between machines.
 
-A Unix socket is its owner's only (mode 0600). TCP is taken on loopback addresses only: what is said there is
-authenticated but not encrypted.
+A Unix socket is its owner's only (mode 0600). What is said over `tcp:` is authenticated but not encrypted, so it is taken
+on loopback addresses only. `tls:` is for gyre.actors.peers, which brings the certificates.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre.actors.pipe import Pipe
 from gyre.errors import BadInput, Refused
 
-Accepted = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-_BUFFER_BYTES = 4 * 1024 * 1024
 _SOCKET_PATH_BYTES = 107
+_SILENT_S = 20
+"""After so long without a sign of the other machine's kernel a connection is taken for dead."""
+_PROBES = 4
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class UnixAddress:
     def __str__(self) -> str:
         return f"unix:{self.path}"
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(self.path, limit=_BUFFER_BYTES)
+    async def connect(self) -> Pipe:
+        _, pipe = await asyncio.get_running_loop().create_unix_connection(Pipe, str(self.path))
+        return pipe
 
     def bind(self) -> socket.socket:
         """A bound socket. Refused when another process listens there; what a dead one left behind is replaced."""
@@ -69,25 +71,35 @@ class UnixAddress:
 class TcpAddress:
     host: str
     port: int
+    kind: str = "tcp"
+    """tcp or tls."""
 
     def __str__(self) -> str:
-        return f"tcp:{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.kind}:{host}:{self.port}"
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.port, limit=_BUFFER_BYTES)
+    async def connect(self) -> Pipe:
+        _, pipe = await asyncio.get_running_loop().create_connection(Pipe, self.host, self.port)
+        keep_alive(pipe.socket)
+        return pipe
 
     def bind(self) -> socket.socket:
-        """A bound socket. Refused when the port is in use."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        """A bound socket. Refused when the port is in use or the address is not this machine's."""
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except OSError as error:
+            raise Refused(f"{self} cannot be listened at: {error.strerror}") from None
+        listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self.host, self.port))
+            listening.bind(where)
         except OSError as error:
             listening.close()
             if error.errno == errno.EADDRINUSE:
                 raise Refused(f"{self} is already in use") from None
-            raise
+            raise Refused(f"{self} cannot be listened at: {error.strerror}") from None
         return listening
 
 
@@ -102,20 +114,31 @@ def parse(text: str) -> Address:
             raise BadInput("address", text, f"a socket's path has at most {_SOCKET_PATH_BYTES} bytes")
         return UnixAddress(Path(rest))
     host, _, port = rest.rpartition(":")
-    if kind == "tcp" and port.isdecimal() and int(port) <= 65535:
-        if not _is_loopback(host):
+    host = host.removeprefix("[").removesuffix("]")
+    if kind in ("tcp", "tls") and host and port.isdecimal() and int(port) <= 65535:
+        if kind == "tcp" and not _is_loopback(host):
             raise BadInput("address", text, "only loopback hosts (127.0.0.1, ::1) are allowed")
-        return TcpAddress(host, int(port))
-    raise BadInput("address", text, "`unix:/path` and `tcp:host:port` are allowed")
+        return TcpAddress(host, int(port), kind)
+    raise BadInput("address", text, "`unix:/path`, `tcp:host:port` and `tls:host:port` are allowed")
 
 
-async def listen(address: Address, accepted: Accepted) -> tuple[asyncio.Server, Address]:
+async def listen(address: Address, pipe: Callable[[], Pipe]) -> tuple[asyncio.Server, Address]:
     """Listen at `address`; also returns it with the port that the system chose. Raises Refused."""
     bound = address.bind()
+    loop = asyncio.get_running_loop()
     if isinstance(address, UnixAddress):
-        return await asyncio.start_unix_server(accepted, sock=bound, limit=_BUFFER_BYTES), address
-    server = await asyncio.start_server(accepted, sock=bound, limit=_BUFFER_BYTES)
-    return server, TcpAddress(address.host, bound.getsockname()[1])
+        return await loop.create_unix_server(pipe, sock=bound), address
+    server = await loop.create_server(pipe, sock=bound)
+    return server, TcpAddress(address.host, bound.getsockname()[1], address.kind)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel end a TCP connection whose other machine has gone or is cut off."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S // _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_S // _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES - 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_S * 1000)
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gyre.actors.cell_processes import CellProcesses
 from gyre.actors.claims import Claims
 from gyre.actors.messages import (
     Authority,
-    CellStatus,
     CoreLeaving,
     CoreLost,
     DrainEngine,
@@ -31,11 +29,13 @@ from gyre.actors.messages import (
     Ok,
     RouteChanged,
 )
-from gyre.actors.runtime import Actor, handles
+from gyre.actors.messages_gyrectl import CellStatus
+from gyre.actors.mirror import Mirror
+from gyre.actors.runtime import Actor, Ref, handles
 from gyre.actors.site import Site
 from gyre.actors.switch_log import SwitchLog
 from gyre.children import Child
-from gyre.errors import GyreError
+from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
 from gyre.sched import cell as role
 from gyre.sched.role import step
@@ -43,8 +43,8 @@ from gyre.store.protocol import Compare, Txn
 from gyre.store.records import CellRoleRecord, Role, SnapshotRecord
 from gyre.store.typed import put_record
 
-ASK_S = 60.0
 STAGE_S = 600.0
+RETRY_S = 0.2
 
 _STAGES: dict[type[role.Action], role.Stage] = {
     role.Drain: role.Stage.DRAIN,
@@ -76,6 +76,7 @@ class CellActor(Actor):
         self._claims: Claims | None = None
         self._claiming: asyncio.Task[None] | None = None
         self._accepting = False
+        self._orders = Mirror(site.store, site.keys.cell_role(cell), CellRoleRecord)
 
     async def pre_start(self) -> None:
         site = self._site
@@ -94,34 +95,35 @@ class CellActor(Actor):
             token=before.token,
             traceparent=before.traceparent,
         )
-        self.task(self._watch_orders(found.mod_revision))
+        self.task(self._orders.follow(self._look_at_order))
         await self._turn(role.AuthoritativeVersion(snapshot.record.version))
         engine = await self._processes.adopt_engine(before.observed)
         if engine is None:
             await self._close_left_route()
+        # Before the engine may take memory: one that is adopted has given its own back, one that is not is dead.
+        replica = await self._processes.adopt_replica()
+        if not replica:
+            await self._processes.stop_replica()
+        if engine is None:
             await self._turn(role.EngineDied("not started yet"))
         else:
             self._watch(self._processes.engine, role.EngineDied)
             await self._turn(role.EngineUp(engine.version, engine.released))
-        if await self._processes.adopt_replica():
+        if replica:
             self._watch(self._processes.replica, role.ReplicaDied)
             await self._turn(role.ReplicaUp())
         else:
             await self._turn(role.ReplicaDied("not started yet"))
 
     async def post_stop(self) -> None:
+        self._log.abandon("the cell's actor ended")
         await self._processes.close()
 
     # ------------------------------------------------------------------------------------------ what is heard
 
-    async def _watch_orders(self, revision: int) -> None:
-        site = self._site
-        changes = site.store.watch(site.keys.cell_role(self._cell), CellRoleRecord, revision + 1)
-        async with aclosing(changes):
-            async for change in changes:
-                if change.now is not None:
-                    order = change.now.record
-                    self.ref.tell(_Heard(role.DesiredRole(order.desired, order.epoch, order.token, order.traceparent)))
+    def _look_at_order(self) -> None:
+        for order in self._orders.records:
+            self.ref.tell(_Heard(role.DesiredRole(order.desired, order.epoch, order.token, order.traceparent)))
 
     @handles(Authority)
     async def on_authority(self, message: Authority) -> None:
@@ -240,7 +242,7 @@ class CellActor(Actor):
     async def _stage(self, action: role.Action) -> role.Event:
         match action:
             case role.Drain(move):
-                order = DrainEngine(self._cell, move, self._log.traceparent)
+                order = DrainEngine(self._cell, move)
                 self._log.drained(await self._site.gateway.ask(order, STAGE_S, DrainReport))
                 return role.Drained()
             case role.ReleaseEngine():
@@ -315,19 +317,35 @@ class CellActor(Actor):
         self._claims = self._claiming = None
         if self._cell == self._site.core_cell:
             self._site.core.tell(CoreLeaving())
-        await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
+        await self._insist(self._site.core, GiveBack(self._cell))
 
     # ------------------------------------------------------------------------------------------ what is told
 
     async def _route(self) -> None:
-        route = EngineRoute(self._cell, self._processes.engine_url, self._state.engine_version, self._accepting)
-        await self._site.gateway.ask(RouteChanged(route), STAGE_S, Ok)
+        route = EngineRoute(
+            cell=self._cell,
+            url=self._processes.engine_url,
+            version=self._state.engine_version,
+            accepting=self._accepting,
+            slots=self._site.spec.cells.slots,
+        )
+        await self._insist(self._site.gateway, RouteChanged(route))
 
     async def _close_left_route(self) -> None:
         """The gateway may go by what an earlier life of ours told it, and that engine is to be ended."""
         left = self._site.routes.get(self._cell)
         if left is not None and left.accepting:
-            await self._site.gateway.ask(RouteChanged(replace(left, accepting=False)), STAGE_S, Ok)
+            await self._insist(self._site.gateway, RouteChanged(replace(left, accepting=False)))
+
+    async def _insist(self, of: Ref, message: object) -> None:
+        """Ask until there is an answer: an actor that failed is there again in a moment. For what may be repeated."""
+        async with asyncio.timeout(STAGE_S):
+            while True:
+                try:
+                    await of.ask(message, STAGE_S, Ok)
+                    return
+                except Unavailable:
+                    await asyncio.sleep(RETRY_S)
 
     async def _report(self, now: Role) -> None:
         """Write the observed role beside the desired one, which may be a newer order meanwhile."""
@@ -336,7 +354,8 @@ class CellActor(Actor):
         while True:
             found = await site.store.get(key, CellRoleRecord)
             assert found is not None
-            put = put_record(key, replace(found.record, observed=now, version=version))
+            rested = self._state.epoch if self._state.settled else found.record.rested
+            put = put_record(key, replace(found.record, observed=now, version=version, rested=rested))
             if (await site.store.commit(Txn((Compare.modified(key, found.mod_revision),), (put,)))).succeeded:
                 return
 

@@ -11,16 +11,20 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gyre.actors.messages import LoadSnapshot, Offload, Ok, Ping, Ready
-from gyre.actors.remote import RemoteRef, connect
+from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
-from gyre.engine.client import EngineClient
+from gyre.engine.access import http_key
 from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
 from gyre.store.records import Role
 from gyre.train.snapshot import snapshot_path
+
+if TYPE_CHECKING:
+    from gyre.engine.client import EngineClient
 
 ENGINE_START_S = 180.0
 REPLICA_START_S = 300.0
@@ -52,7 +56,7 @@ class CellProcesses:
         self.replica: Child | None = None
         self.engine_url = ""
         self._client: EngineClient | None = None
-        self._remote: RemoteRef = connect(site.child_address(self.replica_name), site.secret)
+        self._remote: RemoteRef = site.connect(self.replica_name)
 
     @property
     def engine_name(self) -> str:
@@ -105,7 +109,7 @@ class CellProcesses:
         self.engine = child
         try:
             url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-            client = EngineClient(url, key=self._site.secret)
+            client = self._site.outside.engine(url, http_key(self._site.secret))
             info = await client.info()
         except (OSError, ValueError, KeyError, GyreError):
             return None
@@ -139,7 +143,7 @@ class CellProcesses:
         except TimeoutError:
             raise Unavailable(f"the engine was not ready within {ENGINE_START_S:g} s; see {log}") from None
         self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-        self._client = EngineClient(self.engine_url, key=self._site.secret)
+        self._client = self._site.outside.engine(self.engine_url, http_key(self._site.secret))
 
     async def stop_engine(self) -> None:
         """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""

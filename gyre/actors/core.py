@@ -15,7 +15,6 @@ groups at the same version; whatever dies after it, nothing of the batch is trai
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -42,13 +41,13 @@ from gyre.actors.messages import (
     SumsStaged,
     WhoLeads,
 )
-from gyre.actors.remote import RemoteRef, connect
+from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
 from gyre.sched.launch import batch_of, group_id
 from gyre.store.election import Verdict, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compare
+from gyre.store.protocol import Compacted, Compare
 from gyre.store.records import (
     GroupRecord,
     GroupState,
@@ -56,6 +55,7 @@ from gyre.store.records import (
     Purpose,
     RunRecord,
     SnapshotRecord,
+    StepRecord,
 )
 from gyre.store.typed import Versioned, put_record
 from gyre.train.batch import SettledGroup, SettledRun, learning_rate, plan
@@ -94,6 +94,8 @@ class CoreActor(Actor):
     def __init__(self, site: Site) -> None:
         self._site = site
         self._token = 0
+        """The leader's; 0 while none is known that may still write."""
+        self._newest_token = 0
         self._snapshot: Versioned[SnapshotRecord] | None = None
         self._batch: Batch | None = None
         self._ready = False
@@ -104,6 +106,8 @@ class CoreActor(Actor):
         self._replica_turn = asyncio.Lock()
         self._merging = False
         self._stepping: Stepping | None = None
+        self._taken: StepDone | None = None
+        """The step is taken, its snapshot is on disk, and it is not published yet."""
         self._stepped = asyncio.Event()
         self._failures = 0
         self._train_tokens = 0.0
@@ -114,11 +118,13 @@ class CoreActor(Actor):
         site = self._site
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
         assert snapshot is not None, "the node starts its core after the first snapshot"
-        self._replica = connect(site.child_address(f"replica-{site.core_cell}"), site.secret)
+        self._replica = site.connect(f"replica-{site.core_cell}")
         await self._begin(snapshot)
         self.task(self._watch_groups())
         self.after(1.0, _Expire())
         site.scheduler.tell(WhoLeads())
+        if f"cell-{site.core_cell}" in site.refs:  # the replica may be at a step that the actor before us had ordered
+            site.cell(site.core_cell).tell(CoreLost())
 
     async def post_stop(self) -> None:
         if self._replica is not None:
@@ -142,14 +148,18 @@ class CoreActor(Actor):
     async def _watch_groups(self) -> None:
         site = self._site
         prefix = f"{site.keys.root}groups/"
-        listing = await site.store.range(prefix, GroupRecord)
-        for item in listing.items:
-            self.ref.tell(_GroupChanged(item.record))
-        changes = site.store.watch(prefix, GroupRecord, listing.revision + 1)
-        async with aclosing(changes):
-            async for change in changes:
-                if change.now is not None:
-                    self.ref.tell(_GroupChanged(change.now.record))
+        while True:
+            listing = await site.store.range(prefix, GroupRecord)
+            for item in listing.items:
+                self.ref.tell(_GroupChanged(item.record))
+            changes = site.store.watch(prefix, GroupRecord, listing.revision + 1)
+            try:
+                async with aclosing(changes):
+                    async for change in changes:
+                        if change.now is not None:
+                            self.ref.tell(_GroupChanged(change.now.record))
+            except Compacted:
+                continue
 
     @handles(_GroupChanged)
     async def on_group(self, message: _GroupChanged) -> None:
@@ -295,7 +305,12 @@ class CoreActor(Actor):
 
     @handles(Lead)
     async def lead(self, message: Lead) -> None:
-        self._token = message.token
+        """A token is heard late, or again, and then says nothing: a later leader's is higher."""
+        if message.token <= self._newest_token:
+            return
+        self._token = self._newest_token = message.token
+        if self._taken is not None:
+            await self._publish()
         await self._step_if_due()
 
     def _step_due(self) -> bool:
@@ -350,60 +365,77 @@ class CoreActor(Actor):
     @handles(StepDone)
     async def step_done(self, done: StepDone) -> None:
         """The snapshot is on disk: publish it, and begin the next batch."""
-        site, batch, old = self._site, self._batch, self._snapshot
-        assert batch is not None
-        assert old is not None
         assert self._stepping is not None
         stepped_on = int(done.metrics["micro_steps"])
         if stepped_on != self._stepping.micro_steps:  # sums were lost and nobody told us
             had = f"{stepped_on} of {self._stepping.micro_steps} micro-steps"
             await self.step_failed(_StepFailed(f"the core's replica had the sums of {had}; nothing is published"))
             return
-        path = snapshot_path(site.job.snapshots, done.version)
-        record = SnapshotRecord(done.version, done.digest, str(path))
-        step = step_record(batch.plans, self._stepping, done, time.time())
+        self._taken = done
+        await self._publish()
+
+    async def _publish(self) -> None:
+        """Publish the step that is taken. Without a leader it waits for the next one, whose Lead comes here again."""
+        site, batch, old, done, stepping = self._site, self._batch, self._snapshot, self._taken, self._stepping
+        assert batch is not None
+        assert old is not None
+        assert done is not None
+        assert stepping is not None
+        record = SnapshotRecord(done.version, done.digest, str(snapshot_path(site.job.snapshots, done.version)))
+        step = step_record(batch.plans, stepping, done, site.outside.unix_s())
         while True:
             if self._token == 0:
-                self._give_up_step(f"step {step.step} was taken and there is no leader to publish it")
+                site.say(f"step {step.step} is taken and waits for a leader, to be published")
                 return
-            job = await site.store.get(site.keys.job, JobRecord)
-            assert job is not None
-            consumed = replace(
-                job.record, consumed_groups=job.record.consumed_groups + len(step.groups), active_s=site.active_s()
-            )
-            puts = [put_record(site.keys.step(step.step), step), put_record(site.keys.job, consumed)]
-            for group in step.groups:
-                found = await site.store.get(site.keys.group(group), GroupRecord)
-                assert found is not None
-                taken = replace(found.record, state=GroupState.CONSUMED, step=step.step)
-                puts.append(put_record(site.keys.group(group), taken))
-            fence = (Compare.modified(site.keys.job, job.mod_revision),)
-            result = await site.store.commit(publish_snapshot_txn(site.keys, self._token, old, record, puts, fence))
-            outcome = verdict(result, self._token)
-            if outcome is Verdict.WRITTEN:
-                break
+            outcome = await self._commit_step(old, record, step)
             now = await site.store.get(site.keys.snapshot, SnapshotRecord)
-            if outcome is Verdict.DEPOSED or now is None or now.mod_revision != old.mod_revision:
-                self._give_up_step(f"step {step.step} was taken and another leader has published meanwhile")
+            assert now is not None
+            if now.record == record:  # also when the answer to an earlier try was lost
+                break
+            if now.mod_revision != old.mod_revision:
+                self._give_up_step(f"step {step.step} was taken and version {now.record.version} was there before it")
+                await self._go_on_from(now)
                 return
+            if outcome is Verdict.DEPOSED:
+                self._token = 0
         self._failures = 0
         site.say(
             f"step {step.step}: mean reward {step.mean_reward:.3f}, {step.counted_tokens} tokens, version {done.version}"
         )
-        published = await site.store.get(site.keys.snapshot, SnapshotRecord)
-        assert published is not None
-        self._ready, self._fresh = False, self._stepping.losses != self._losses
-        await self._begin(published)
+        self._ready, self._fresh = False, stepping.losses != self._losses
         self._end_step()
         keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)
-        authority = Authority(done.version, str(path))
+        await self._go_on_from(now)
+
+    async def _commit_step(self, old: Versioned[SnapshotRecord], new: SnapshotRecord, step: StepRecord) -> Verdict:
+        """The transaction after which the step is taken: snapshot, step, groups and job, or nothing of it."""
+        site = self._site
+        job = await site.store.get(site.keys.job, JobRecord)
+        assert job is not None
+        consumed = job.record.consumed_groups + len(step.groups)
+        counted = replace(job.record, consumed_groups=consumed, active_s=site.active_s())
+        puts = [put_record(site.keys.step(step.step), step), put_record(site.keys.job, counted)]
+        for group in step.groups:
+            found = await site.store.get(site.keys.group(group), GroupRecord)
+            assert found is not None
+            taken = replace(found.record, state=GroupState.CONSUMED, step=step.step)
+            puts.append(put_record(site.keys.group(group), taken))
+        fence = (Compare.modified(site.keys.job, job.mod_revision),)
+        result = await site.store.commit(publish_snapshot_txn(site.keys, self._token, old, new, puts, fence))
+        return verdict(result, self._token)
+
+    async def _go_on_from(self, published: Versioned[SnapshotRecord]) -> None:
+        """The next batch begins at this snapshot, and everybody is told of it."""
+        site = self._site
+        await self._begin(published)
+        authority = Authority(published.record.version, published.record.path)
         site.gateway.tell(authority)
         for cell in site.cells:
             site.cell(cell).tell(authority)
         site.scheduler.tell(Progressed())
 
     def _end_step(self) -> None:
-        self._stepping = None
+        self._stepping = self._taken = None
         self._stepped.set()
 
     # ------------------------------------------------------------------------------------------ how it stands

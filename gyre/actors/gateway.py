@@ -29,7 +29,7 @@ from gyre.actors.messages import (
     RouteChanged,
     SetRoutes,
 )
-from gyre.actors.remote import RemoteRef, connect
+from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
@@ -65,7 +65,7 @@ class _Died:
 class GatewayActor(Actor):
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._remote: RemoteRef = connect(site.child_address(CHILD), site.secret)
+        self._remote: RemoteRef = site.connect(CHILD)
         self._child: Child | None = None
         self._up = asyncio.Event()
         self._deaths = 0
@@ -103,6 +103,8 @@ class GatewayActor(Actor):
             "j_max": spec.batch.j_max,
             "request_bytes": spec.limits.request_bytes,
             "block_tokens": spec.cells.block_tokens,
+            "fsync": spec.journal.fsync == "call",
+            "replicate_to": spec.journal.replicate_to,
         }
         argv = (
             sys.executable,

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from gyre.actors.messages import (
     Ping,
     SetRoutes,
 )
-from gyre.actors.remote import serve
+from gyre.actors.remote import connect, serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.engine.access import http_key
 from gyre.errors import GyreError
+from gyre.jobdir import key_for
 from gyre.proxy.gateway import Gateway, GatewayConfig
 from gyre.trajectory.records import RunTrace
 
@@ -73,21 +77,33 @@ class GatewayFront(Actor):
         return self._gateway.status()
 
 
-async def run(address: str, secret: str, config: dict[str, Any]) -> None:
+async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
     """Serve until SIGTERM."""
+    secret = secret_file.read_text(encoding="ascii").strip()
+    metrics_key = _metrics_key(secret, secret_file.with_name("metrics.key"))
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
-    gateway = Gateway(GatewayConfig(**folders, **config, engine_key=secret))
-    await gateway.start()
-    try:
-        async with ActorSystem.running("gateway") as system:
-            front = system.spawn("front", lambda: GatewayFront(gateway))
-            async with serve(front, address, secret):
-                await stopped.wait()
-    finally:
-        await gateway.stop()
+    replicate_to = config.pop("replicate_to")
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(connect(f"tcp:{replicate_to}", secret)) if replicate_to else None
+        settings = GatewayConfig(**folders, **config, engine_key=http_key(secret), metrics_key=metrics_key)
+        gateway = Gateway(settings, peer)
+        await gateway.start()
+        stack.push_async_callback(gateway.stop)
+        system = await stack.enter_async_context(ActorSystem.running("gateway"))
+        front = system.spawn("front", lambda: GatewayFront(gateway))
+        await stack.enter_async_context(serve(front, address, secret))
+        await stopped.wait()
+
+
+def _metrics_key(secret: str, file: Path) -> str:
+    """The key of `/metrics`, left in `file` for who collects them."""
+    key = key_for(secret, "metrics")
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="ascii") as out:
+        out.write(key)
+    return key
 
 
 def main() -> int:
@@ -96,7 +112,7 @@ def main() -> int:
     )
     address, secret_file, config = sys.argv[1:]
     try:
-        asyncio.run(run(address, Path(secret_file).read_text(encoding="ascii").strip(), json.loads(config)))
+        asyncio.run(run(address, Path(secret_file), json.loads(config)))
     except GyreError as error:
         print(f"gyre.gateway: {error}", file=sys.stderr)
         return 2

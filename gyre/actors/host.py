@@ -1,4 +1,4 @@
-"""The life of one actor: its reference, mailbox, message loop, restarts and end. Used through gyre.actors.runtime.
+"""The life of one actor: its message loop, restarts, watches and end. Used through gyre.actors.runtime.
 
 A host is what stays the same while instances of the actor come and go. What it promises is said in runtime.
 """
@@ -13,37 +13,25 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gyre.actors.supervision import ActorFailed, ActorStopped, Backoff, Failure, MailboxFull
-from gyre.errors import BadInput, GyreError, Unavailable
+from gyre.actors.inspection import ActorInfo
+from gyre.actors.mailbox import Broken, Envelope, Mailbox
+from gyre.actors.reference import FOREVER_S, LocalRef, handling_until_s
+from gyre.actors.supervision import ActorFailed, ActorStopped, Backoff, Died, Failure, Overflow
+from gyre.actors.tally import Tally
+from gyre.actors.watches import Watchers, Watches
+from gyre.errors import BadInput, GyreError
 
 if TYPE_CHECKING:
-    from gyre.actors.runtime import Actor, ActorSystem
+    from gyre.actors.runtime import Actor, ActorSystem, Ref
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R")
 T = TypeVar("T")
 
 _TURN_MESSAGES = 100
 """Handled in a row before others on the event loop have their turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Envelope:
-    message: object
-    answer: asyncio.Future[object] | None
-    """Where an asker waits; done when it has given up."""
-
-
-@dataclass(frozen=True)
-class _Broken:
-    """What an owned task or a child reports instead of a message: the actor has failed."""
-
-    during: str
-    error: BaseException
 
 
 class _Failing(Exception):
@@ -55,57 +43,8 @@ class _Failing(Exception):
         self.error = error
 
 
-class LocalRef:
-    """The reference to an actor of this process. It stays good through restarts of the actor."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def __repr__(self) -> str:
-        return f"LocalRef({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return self._host.name
-
-    def tell(self, message: object) -> None:
-        try:
-            self._host.put(_Envelope(message, None))
-        except ActorStopped:
-            log.info("%s has ended; %s is dropped", self.name, type(message).__name__)
-
-    async def ask(self, message: object, deadline_s: float, reply: type[R]) -> R:
-        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._host.put(_Envelope(message, answer))
-        try:
-            async with asyncio.timeout(deadline_s):
-                got = await answer
-        except TimeoutError:
-            raise Unavailable(f"{self.name} did not answer {type(message).__name__} within {deadline_s:g} s") from None
-        if not isinstance(got, reply):
-            raise BadInput(
-                f"the answer of {self.name} to {type(message).__name__}", got, f"a {reply.__name__} is expected"
-            )
-        return got
-
-    async def stop(self, deadline_s: float = 10.0) -> None:
-        """End the actor for good after the message in hand, which is cancelled at the deadline."""
-        self._host.stop()
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._host.done.wait()
-        except TimeoutError:
-            log.warning("%s did not stop within %g s and is cancelled", self.name, deadline_s)
-            self._host.cancel()
-            await self._host.done.wait()
-
-    async def stopped(self) -> None:
-        """Until the actor has ended for good."""
-        await self._host.done.wait()
-
-
 class Host:
-    """What stays the same through an actor's restarts: its name, mailbox, factory and children's records."""
+    """What stays the same through an actor's restarts: its name, mailbox, factory, figures and who watches it."""
 
     def __init__(
         self,
@@ -115,46 +54,67 @@ class Host:
         factory: Callable[[], Actor],
         restart: Backoff,
         mailbox_messages: int,
+        overflow: Overflow,
     ) -> None:
         self.name = name
         self.ref = LocalRef(self)
         self.done = asyncio.Event()
-        self._system = system
+        self.system = system
+        self.loop = asyncio.get_running_loop()
         self._parent = parent
         self._factory = factory
         self._restart = restart
-        self._limit = mailbox_messages
-        self._messages: deque[_Envelope] = deque()
-        self._own: deque[_Envelope | _Broken] = deque()
+        self._mailbox = Mailbox(name, mailbox_messages, overflow)
         self._arrived = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._draining = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._children: dict[str, Host] = {}
-        self._concurrent = 0
+        self._watched: Watches[Ref] = Watches()
+        self._watchers = Watchers()
+        self._actor: Actor | None = None
+        self._state = "starting"
+        self._end = "it was stopped"
+        self._tally = Tally()
         self._turn = 0
         self._task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ from others
 
     def start(self) -> None:
-        self._task = self._system.group.create_task(self._run(), name=self.name)
+        self._task = self.system.group.create_task(self._run(), name=self.name)
 
-    def put(self, envelope: _Envelope) -> None:
-        if self.done.is_set() or self._stopping.is_set():
-            raise ActorStopped(f"{self.name} has ended")
-        if len(self._messages) >= self._limit:
-            raise MailboxFull(f"{self.name} has {self._limit} messages waiting and takes no more")
-        self._messages.append(envelope)
+    def put(self, envelope: Envelope) -> None:
+        """Raises ActorStopped or MailboxFull."""
+        if self._draining or self._stopping.is_set() or self.done.is_set():
+            raise ActorStopped(f"{self.name} {'has ended' if self.done.is_set() else 'is ending'}")
+        self._mailbox.put(envelope)
         self._arrived.set()
 
-    def put_own(self, item: _Envelope | _Broken) -> None:
-        self._own.append(item)
+    def put_own(self, item: Envelope | Broken) -> None:
+        self._mailbox.put_own(item)
         self._arrived.set()
 
     def stop(self) -> None:
         self._stopping.set()
         self._arrived.set()
+
+    def drain(self) -> None:
+        self._draining = True
+        self._arrived.set()
+
+    def on_end(self, call: Callable[[str], None]) -> Callable[[], None]:
+        """`call` gets the reason, once: when the actor ends for good, or now if it has. Returns what takes it back."""
+        return self._watchers.add(call)
+
+    def infos(self) -> list[ActorInfo]:
+        """This actor and those under it."""
+        state = "stopping" if self._stopping.is_set() else "draining" if self._draining else self._state
+        tasks = len(self._tasks) - self._tally.beside
+        timers = sum(not timer.cancelled() for timer in self._timers)
+        own = self._tally.info(self.name, state, self._mailbox, tasks, timers, self.loop.time())
+        return [own, *(info for child in self._children.values() for info in child.infos())]
 
     def cancel(self) -> None:
         """End at once all that is under way here and in the children; an end that has begun is cut short."""
@@ -167,15 +127,30 @@ class Host:
 
     # ------------------------------------------------------------------ from the actor
 
-    def spawn(self, name: str, factory: Callable[[], Actor], restart: Backoff, mailbox_messages: int) -> LocalRef:
-        return spawn_host(self._system, self, self._children, name, factory, restart, mailbox_messages)
+    def spawn(
+        self, name: str, factory: Callable[[], Actor], restart: Backoff, mailbox_messages: int, overflow: Overflow
+    ) -> LocalRef:
+        return spawn_host(self.system, self, self._children, name, factory, restart, mailbox_messages, overflow)
+
+    def watch(self, ref: Ref) -> None:
+        assert self._actor is not None
+        if Died not in self._actor._handlers:
+            raise TypeError(f"{type(self._actor).__qualname__} watches {ref.name} and does not handle Died")
+
+        self._watched.begin(ref, ref, lambda reason: self.put_own(self._to_itself(Died(ref.name, reason))))
+
+    def unwatch(self, ref: Ref) -> None:
+        self._watched.end(ref)
+
+    def _to_itself(self, message: object) -> Envelope:
+        return Envelope(message, None, FOREVER_S, self.loop.time())
 
     def after(self, s: float, message: object) -> asyncio.TimerHandle:
         def fire() -> None:
             self._timers.discard(timer)
-            self.put_own(_Envelope(message, None))
+            self.put_own(self._to_itself(message))
 
-        timer = asyncio.get_running_loop().call_later(s, fire)
+        timer = self.loop.call_later(s, fire)
         self._timers = {known for known in self._timers if not known.cancelled()} | {timer}
         return timer
 
@@ -186,6 +161,7 @@ class Host:
         on_error: Callable[[Exception], object | None] | None,
     ) -> asyncio.Task[None]:
         async def run() -> None:
+            handling_until_s.set(FOREVER_S)  # it may go on after the request in which it was begun
             try:
                 try:
                     result = await work
@@ -198,19 +174,19 @@ class Host:
             except asyncio.CancelledError as error:
                 if _being_cancelled():
                     raise
-                self.put_own(_Broken(f"task {work.__qualname__}", error))
+                self.put_own(Broken(f"task {work.__qualname__}", error))
             except Exception as error:
-                self.put_own(_Broken(f"task {work.__qualname__}", error))
+                self.put_own(Broken(f"task {work.__qualname__}", error))
             else:
                 if message is not None:
-                    self.put_own(_Envelope(message, None))
+                    self.put_own(self._to_itself(message))
 
         task = self._own_task(run(), f"{self.name}: {work.__qualname__}")
         task.add_done_callback(lambda _: work.close())  # it may be cancelled before its first step
         return task
 
     def _own_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = self._system.group.create_task(work, name=name)
+        task = self.system.group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -218,18 +194,22 @@ class Host:
     # ------------------------------------------------------------------ the actor's life
 
     async def _run(self) -> None:
+        handling_until_s.set(FOREVER_S)  # it may be spawned while an ask is handled
         failed_at_s: deque[float] = deque()
         try:
             while (failing := await self._live()) is not None:
-                now_s = asyncio.get_running_loop().time()
+                now_s = self.loop.time()
+                self._tally.failed(failing.during, failing.error)
                 failed_at_s.append(now_s)
                 while failed_at_s[0] < now_s - self._restart.window_s:
                     failed_at_s.popleft()
                 delay_s = self._restart.delay_s(len(failed_at_s))
                 self._report(failing, delay_s)
                 if delay_s is None:
+                    self._end = f"it gave up after failing in {failing.during}: {failing.error!r}"
                     self._escalate(failing)
                     return
+                self._state = "waiting to start again"
                 if await self._stopped_within(delay_s):
                     return
         finally:
@@ -239,11 +219,15 @@ class Host:
         """One instance from start to end; None when it was asked to stop."""
         actor: Actor | None = None
         try:
-            actor = self._factory()
+            self._state = "starting"
+            self._actor = actor = self._factory()
             actor._host = self
+            self._tally.kind = type(actor).__qualname__
+            self._mailbox.set_control(actor._control)
             await actor.pre_start()
+            self._state = "running"
             while (item := await self._take()) is not None:
-                if isinstance(item, _Broken):
+                if isinstance(item, Broken):
                     raise _Failing(item.during, item.error)
                 await self._handle(actor, item)
             return None
@@ -258,24 +242,31 @@ class Host:
         finally:
             await self._wind_up(actor)
 
-    async def _take(self) -> _Envelope | _Broken | None:
+    async def _take(self) -> Envelope | Broken | None:
         self._turn += 1
         if self._turn % _TURN_MESSAGES == 0:
             await asyncio.sleep(0)
         while True:
             if self._stopping.is_set():
                 return None
-            if self._own:
-                return self._own.popleft()
-            if self._messages and self._concurrent < self._limit:
-                return self._messages.popleft()
+            data = self._tally.beside < self._mailbox.limit
+            item = self._mailbox.take(data=data)
+            if isinstance(item, Envelope) and self._is_late(item):
+                self._mailbox.expired += 1
+                continue
+            if item is not None:
+                return item
+            if self._draining and data and self._tally.beside == 0:
+                return None
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _handle(self, actor: Actor, envelope: _Envelope) -> None:
+    def _is_late(self, envelope: Envelope) -> bool:
+        answer = envelope.answer
+        return answer is not None and (answer.done() or envelope.until_s <= self.loop.time())
+
+    async def _handle(self, actor: Actor, envelope: Envelope) -> None:
         message, answer = envelope.message, envelope.answer
-        if answer is not None and answer.done():
-            return
         method, concurrent = actor._handlers.get(type(message), (None, False))
         if method is None:
             refusal = BadInput(f"message to {self.name}", type(message).__name__, f"{_taken(actor)} are taken")
@@ -284,26 +275,32 @@ class Host:
             else:
                 answer.set_exception(refusal)
         elif concurrent:
-            self._concurrent += 1
+            self._tally.beside += 1
             task = self._own_task(self._beside(actor, method, envelope), f"{self.name}: {type(message).__name__}")
             task.add_done_callback(lambda _: self._ended_beside(envelope))
         else:
+            tally = self._tally
+            tally.in_hand, tally.in_hand_since_s = envelope, self.loop.time()
             await self._answer(actor, method, envelope)
+            tally.in_hand = None
 
-    async def _beside(self, actor: Actor, method: Callable[..., Awaitable[object]], envelope: _Envelope) -> None:
+    async def _beside(self, actor: Actor, method: Callable[..., Awaitable[object]], envelope: Envelope) -> None:
         try:
             await self._answer(actor, method, envelope)
         except _Failing as failing:
-            self.put_own(_Broken(failing.during, failing.error))
+            self.put_own(Broken(failing.during, failing.error))
 
-    def _ended_beside(self, envelope: _Envelope) -> None:
-        self._concurrent -= 1
+    def _ended_beside(self, envelope: Envelope) -> None:
+        self._tally.beside -= 1
         self._arrived.set()
         # Only when it was cancelled before its first step is there no answer yet.
         _refuse(envelope.answer, ActorStopped(f"{self.name} ended before it answered"))
 
-    async def _answer(self, actor: Actor, method: Callable[..., Awaitable[object]], envelope: _Envelope) -> None:
+    async def _answer(self, actor: Actor, method: Callable[..., Awaitable[object]], envelope: Envelope) -> None:
         during, answer = type(envelope.message).__name__, envelope.answer
+        if answer is not None:
+            handling_until_s.set(envelope.until_s)
+        began_s = self.loop.time()
         try:
             result = await method(actor, envelope.message)
         except asyncio.CancelledError as error:
@@ -323,18 +320,25 @@ class Host:
         else:
             if answer is not None and not answer.done():
                 answer.set_result(result)
+        finally:
+            self._tally.took(self.loop.time() - began_s)
+            if answer is not None:
+                handling_until_s.set(FOREVER_S)
 
     async def _wind_up(self, actor: Actor | None) -> None:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        await asyncio.gather(*(child.ref.stop() for child in list(self._children.values())))
+        self._watched.end_all()
+        children = [child.ref for child in self._children.values()]
+        await asyncio.gather(*(child.drain() if self._draining else child.stop() for child in children))
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._own.clear()
+        self._mailbox.forget_own()
+        self._actor = self._tally.in_hand = None
         if actor is not None and hasattr(actor, "_host"):
             try:
                 await actor.post_stop()
@@ -351,22 +355,24 @@ class Host:
 
     def _close(self) -> None:
         self.done.set()
-        while self._messages:
-            _refuse(self._messages.popleft().answer, ActorStopped(f"{self.name} has ended"))
-        siblings = self._system.roots if self._parent is None else self._parent._children
+        for envelope in self._mailbox.empty():
+            _refuse(envelope.answer, ActorStopped(f"{self.name} has ended"))
+        siblings = self.system.roots if self._parent is None else self._parent._children
         siblings.pop(self.name.rpartition("/")[2], None)
+        self.system.note_end(self._tally.totals(self._mailbox))
+        self._watchers.ended(self._end)
 
     def _report(self, failing: _Failing, restart_in_s: float | None) -> None:
         error = failing.error
         trace = "".join(traceback.format_exception(error))
-        self._system.report(Failure(self.name, failing.during, repr(error), trace, restart_in_s))
+        self.system.report(Failure(self.name, failing.during, repr(error), trace, restart_in_s))
 
     def _escalate(self, failing: _Failing) -> None:
         failed = ActorFailed(f"{self.name} gave up after failing in {failing.during}: {failing.error!r}")
         failed.__cause__ = failing.error
         if self._parent is None:
             raise failed
-        self._parent.put_own(_Broken(f"child {self.name}", failed))
+        self._parent.put_own(Broken(f"child {self.name}", failed))
 
 
 def spawn_host(
@@ -377,11 +383,12 @@ def spawn_host(
     factory: Callable[[], Actor],
     restart: Backoff,
     mailbox_messages: int,
+    overflow: Overflow,
 ) -> LocalRef:
     if name in siblings or "/" in name or not name:
         raise ValueError(f"actor name {name!r} must be free, not empty and without '/'")
     path = f"{system.name if parent is None else parent.name}/{name}"
-    host = siblings[name] = Host(system, parent, path, factory, restart, mailbox_messages)
+    host = siblings[name] = Host(system, parent, path, factory, restart, mailbox_messages, overflow)
     host.start()
     return host.ref
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gyre.ids import CellId, MicroStepId, RunId
-from gyre.store.records import Role
+from gyre.ids import CellId, GroupId, MicroStepId, RunId
 from gyre.trajectory.records import Lineage
 from gyre.wire import record
 
@@ -40,6 +39,8 @@ class EngineRoute:
     version: int
     """The version it last reported."""
     accepting: bool
+    slots: int
+    """Requests that it samples for at a time."""
 
 
 @record("set_routes")
@@ -57,12 +58,12 @@ class DrainEngine:
     """Stop every request in flight on `cell` at a token boundary, and carry it on elsewhere with its KV. -> DrainReport.
 
     The cell takes no new request from the moment this arrives until a SetRoutes says `accepting`. With `move`
-    runs that are between calls take their KV along too; without it theirs is left behind (its version dies). When no other engine is open the calls wait in the gateway's queue.
+    runs that are between calls take their KV along too; without it theirs is left behind (its version dies). When no
+    other engine is open the calls wait in the gateway's queue.
     """
 
     cell: CellId
     move: bool
-    traceparent: str
 
 
 @record("drain_report")
@@ -83,6 +84,7 @@ class OpenRun:
     """Let `run` in under `/run/<run>/<key>/…`. Opening a higher attempt discards what the lower one did. -> Ok."""
 
     run: RunId
+    group: GroupId
     attempt: int
     key: str
     profile: str
@@ -282,103 +284,6 @@ class Offload:
     """Give the memory of parameters and sums back; the process and its groups stay. -> Ok."""
 
 
-# ---------------------------------------------------------------------------------------------- node (gyrectl's side)
-
-
-@record("get_status")
-@dataclass(frozen=True)
-class GetStatus:
-    """-> Status."""
-
-
-@record("cell_status")
-@dataclass(frozen=True)
-class CellStatus:
-    cell: CellId
-    core: bool
-    role: Role
-    version: int
-    in_flight: int
-    engine_pid: int
-    replica_pid: int
-
-
-@record("status")
-@dataclass(frozen=True)
-class Status:
-    """What the live view and `gyrectl status` show."""
-
-    job: str
-    state: str
-    phase: str
-    """`starting`, `held-out before`, `training`, `held-out after`, `finished`, `stopping`, `failed`."""
-    reason: str
-    step: int
-    steps: int
-    version: int
-    mean_reward: float | None
-    """Of the last step."""
-    rewards: tuple[float, ...]
-    """Of every step so far."""
-    heldout_before: float | None
-    heldout_after: float | None
-    heldout_done: int
-    heldout_total: int
-    queued: int
-    live: int
-    settled: int
-    groups_ready: int
-    micro_steps_done: int
-    micro_steps: int
-    cells: tuple[CellStatus, ...]
-    rollout_to_train: int
-    train_to_rollout: int
-    calls: int
-    sampled_tokens: int
-    max_silence_s: float
-    pids: dict[str, int]
-    """Every child process by name."""
-    base_url: str
-    active_s: float
-    events: tuple[str, ...]
-    """The last lines of what happened, newest last."""
-
-
-@record("stop_job")
-@dataclass(frozen=True)
-class StopJob:
-    """End all runs and children cleanly; gyred exits when done. -> Ok at once."""
-
-    reason: str
-
-
-@record("get_trace")
-@dataclass(frozen=True)
-class GetTrace:
-    """-> Trace. `switch` is a switch id, or a trace id, or empty for the last one."""
-
-    switch: str
-
-
-@record("span_record")
-@dataclass(frozen=True)
-class SpanRecord:
-    trace_id: str
-    span_id: str
-    parent_id: str
-    name: str
-    start_unix_ns: int
-    end_unix_ns: int
-    attributes: dict[str, str]
-    error: str
-
-
-@record("trace")
-@dataclass(frozen=True)
-class Trace:
-    spans: tuple[SpanRecord, ...]
-
-
 # ---------------------------------------------------------------------------------------------- among a node's actors
 
 
@@ -402,7 +307,7 @@ class RouteChanged:
 @record("lead")
 @dataclass(frozen=True)
 class Lead:
-    """Scheduler to core actor: writes are fenced by `token` from now on; 0: not the leader any more."""
+    """Scheduler to core actor: writes are fenced by `token` from now on, unless a later leader's was heard of."""
 
     token: int
 

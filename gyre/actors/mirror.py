@@ -22,6 +22,8 @@ class Mirror(Generic[T]):
         self._cls = cls
         self._suffix = suffix
         self.items: dict[str, Versioned[T]] = {}
+        self.listed = False
+        """Whether it has been listed once: until then nothing is known, which is not to say that there is nothing."""
         self.dropped: set[str] = set()
         """Keys whose records are over: they change no more, and nobody has to walk over them again."""
 
@@ -46,6 +48,7 @@ class Mirror(Generic[T]):
         while True:
             listing = await self._store.range(self._prefix, self._cls, suffix=self._suffix)
             self.items = {item.key: item for item in listing.items if item.key not in self.dropped}
+            self.listed = True
             on_change()
             try:
                 async with aclosing(

@@ -21,23 +21,18 @@ from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.messages import (
-    CellStatus,
     EndNode,
     GatewayStatus,
     GetCellStatus,
     GetGatewayStatus,
     GetProgress,
-    GetStatus,
-    GetTrace,
     Ok,
     Ping,
     Progress,
     RunEnded,
     RunFailed,
-    Status,
-    StopJob,
-    Trace,
 )
+from gyre.actors.messages_gyrectl import CellStatus, GetStatus, GetTrace, Status, StopJob, Trace
 from gyre.actors.mirror import Mirror
 from gyre.actors.remote import serve
 from gyre.actors.run import RunActor, end_left_runs
@@ -50,7 +45,7 @@ from gyre.demo.builtin import model_dir
 from gyre.errors import BadInput, GyreError
 from gyre.harness.confine import choose
 from gyre.harness.launch import Launcher
-from gyre.harness.profiles import config_path, profile
+from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import open_source
 from gyre.ids import NodeId, RunId
 from gyre.jobdir import JobDir
@@ -167,7 +162,7 @@ async def _site(config: NodeConfig, spec: JobSpec, store: TypedStore, tracing: T
     children = Children(job.state)
     source = open_source(spec.tasks, spec.job.seed, config.base)
     sandbox = choose(spec.harness.confine)
-    harness = config_path(spec.harness.config, config.base)
+    settings = Settings.of(spec, config.base)
     hidden = (job.root, job.sockets, *source.private_folders)
     before = await store.get(keys.job, JobRecord)
     return Site(
@@ -184,7 +179,7 @@ async def _site(config: NodeConfig, spec: JobSpec, store: TypedStore, tracing: T
         source=source,
         sandbox=sandbox,
         hidden=hidden,
-        launcher=Launcher(children, job.state, profile(spec.harness.profile), harness, sandbox, hidden),
+        launcher=Launcher(children, job.state, profile(spec.harness.profile), settings, sandbox, hidden),
         active_before_s=before.record.active_s if before else 0.0,
     )
 
@@ -204,8 +199,9 @@ async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None
 
 
 async def _first_snapshot(site: Site) -> None:
-    async with aclosing(site.store.watch(site.keys.snapshot, SnapshotRecord)) as changes:
-        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None:
+    listing = await site.store.range(site.keys.snapshot, SnapshotRecord)
+    if not listing.items:
+        async with aclosing(site.store.watch(site.keys.snapshot, SnapshotRecord, listing.revision + 1)) as changes:
             async for change in changes:
                 if change.now is not None:
                     return
@@ -298,12 +294,12 @@ class NodeActor(Actor):
         found = self._job.items.get(self._site.keys.job)
         return found.record if found else None
 
-    @handles(StopJob)
+    @handles(StopJob, control=True)
     async def on_stop(self, message: StopJob) -> Ok:
         self.ref.tell(EndNode(message.reason))
         return Ok()
 
-    @handles(EndNode)
+    @handles(EndNode, control=True)
     async def on_end(self, message: EndNode) -> None:
         if not self._site.stopping:
             self._site.say(f"ending: {message.reason}")

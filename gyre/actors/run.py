@@ -14,7 +14,6 @@ import asyncio
 import json
 import secrets
 import signal
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from gyre.actors.site import Site
 from gyre.children import ProcessRef
 from gyre.errors import GyreError, Refused
 from gyre.harness import keeper
-from gyre.harness.evaluate import Evaluation, RunInfo, evaluate
+from gyre.harness.evaluate import Evaluation, RunInfo
 from gyre.harness.launch import HarnessExit, HarnessProcess
 from gyre.harness.tasks import Task
 from gyre.harness.workspace import RunFolder, WorkspaceError
@@ -64,7 +63,8 @@ class _Ticket:
     """What a later gyred must know to go on with an attempt: in the run's folder."""
 
     key: str
-    deadline_unix_s: float
+    deadline_s: float
+    """By the machine's monotonic clock, which a jump of the wall clock does not move."""
     launched: bool
     """Its harness may be there. False: the attempt can still begin as if nothing had been."""
 
@@ -78,7 +78,7 @@ class _Ticket:
 
     def write(self, folder: RunFolder) -> None:
         """Whole or not at all. Raises WorkspaceError."""
-        plain = {"key": self.key, "deadline": self.deadline_unix_s, "launched": self.launched}
+        plain = {"key": self.key, "deadline": self.deadline_s, "launched": self.launched}
         path = ticket_file(folder)
         try:
             fresh = path.with_suffix(".new")
@@ -132,7 +132,9 @@ class RunActor(Actor):
                         folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
                     else:
                         key = ticket.key
-                found = await self._write(found, replace(found.record, state=RunState.LIVE, started_unix_s=time.time()))
+                found = await self._write(
+                    found, replace(found.record, state=RunState.LIVE, started_unix_s=site.outside.unix_s())
+                )
                 try:
                     adopted = await self._start(found.record, folder, task, key)
                 except GyreError as error:
@@ -158,19 +160,25 @@ class RunActor(Actor):
     async def _start(self, run: RunRecord, folder: RunFolder, task: Task, key: str) -> tuple[HarnessProcess, _Ticket]:
         site, spec = self._site, self._site.spec
         folder.prepare(task)
-        ticket = _Ticket(key, time.time() + spec.limits.run_s, launched=False)
+        ticket = _Ticket(key, site.outside.monotonic_s() + spec.limits.run_s, launched=False)
         ticket.write(folder)
         await self._open(run, ticket)
         status = await site.gateway.ask(GetGatewayStatus(), ASK_S, GatewayStatus)
         base_url = f"{status.base_url}/run/{run.run}/{ticket.key}"
-        ticket = replace(ticket, deadline_unix_s=time.time() + spec.limits.run_s, launched=True)
+        ticket = replace(ticket, deadline_s=site.outside.monotonic_s() + spec.limits.run_s, launched=True)
         ticket.write(folder)
         return await site.launcher.start(folder, base_url, task.instruction), ticket
 
     async def _open(self, run: RunRecord, ticket: _Ticket) -> None:
         spec = self._site.spec
         order = OpenRun(
-            run.run, run.attempt, ticket.key, spec.harness.profile, spec.sampling.temperature, spec.sampling.max_tokens
+            run=run.run,
+            group=run.group,
+            attempt=run.attempt,
+            key=ticket.key,
+            profile=spec.harness.profile,
+            temperature=spec.sampling.temperature,
+            max_tokens=spec.sampling.max_tokens,
         )
         await self._site.gateway.ask(order, ASK_S, Ok)
 
@@ -186,7 +194,7 @@ class RunActor(Actor):
         except Refused as error:  # it was closed, and its end not written down: asked again, the gateway has its trace
             self._site.say(f"{run.run}: {error}")
         # An evaluator that an earlier gyred has started would speak for ours.
-        await asyncio.to_thread(keeper.end_marked, f"{run.run}/{run.attempt}/evaluation")
+        await self._site.outside.end_marked(f"{run.run}/{run.attempt}/evaluation")
         self._site.say(f"adopted {run.run} (pid {process.ref.pid})")
         return process, ticket
 
@@ -205,7 +213,7 @@ class RunActor(Actor):
     ) -> Versioned[RunRecord]:
         spec = self._site.spec
         exit_, stopped = await self._until_end(process, ticket)
-        ended_s = time.time()
+        ended_s = self._site.outside.monotonic_s()
         trace = await self._close(found.record.attempt)
         end = _ending(exit_, ticket, spec.limits.run_s, ended_s, timed_out=stopped)
         report = GatewayReport(trace.calls, trace.interrupted_calls, trace.failure)
@@ -225,7 +233,7 @@ class RunActor(Actor):
 
     async def _until_end(self, process: HarnessProcess, ticket: _Ticket) -> tuple[HarnessExit, bool]:
         """How the harness ended, and whether it was we who ended it at its limit."""
-        left_s = ticket.deadline_unix_s - time.time()
+        left_s = ticket.deadline_s - self._site.outside.monotonic_s()
         exit_ = await process.wait(max(0.0, left_s))
         if exit_ is not None:
             return exit_, False
@@ -235,7 +243,8 @@ class RunActor(Actor):
         outcome = Outcome.TIMED_OUT if end.ending is HarnessEnding.TIMED_OUT else Outcome.FINISHED
         limit_s = self._site.spec.limits.evaluator_s
         info = RunInfo(outcome, exit_.submitted)
-        return await evaluate(task, folder, info, limit_s, self._site.sandbox, self._site.hidden)
+        site = self._site
+        return await site.outside.evaluate(task, folder, info, limit_s, site.sandbox, site.hidden)
 
     async def _settle(self, found: Versioned[RunRecord], verdict: Verdict, trace: RunTrace) -> Versioned[RunRecord]:
         site, run = self._site, found.record
@@ -252,7 +261,7 @@ class RunActor(Actor):
             reward=verdict.reward,
             reason=verdict.reason,
             trace=trace,
-            ended_unix_s=time.time(),
+            ended_unix_s=site.outside.unix_s(),
         )
         return await self._write(found, settled)
 
@@ -263,11 +272,11 @@ def _ending(exit_: HarnessExit, ticket: _Ticket, limit_s: float, ended_s: float,
     if timed_out:
         return HarnessEnd(HarnessEnding.TIMED_OUT, None, f"was ended at its limit of {limit_s:g} s")
     return harness_end(
-        started_s=ticket.deadline_unix_s - limit_s,
-        ended_s=min(ended_s, ticket.deadline_unix_s - 1e-3),
+        started_s=ticket.deadline_s - limit_s,
+        ended_s=min(ended_s, ticket.deadline_s - 1e-3),
         limit_s=limit_s,
-        exit_code=exit_.code,
-        signal=exit_.signal,
+        exit_code=exit_.exit_code,
+        signal=None,
     )
 
 

@@ -31,9 +31,14 @@
 What it promises:
 
 - An actor takes one message at a time, in the order they came from each sender. Handlers marked `concurrent` run
-  beside that, as tasks of the actor. What the actor sends itself (timers, results of tasks) goes first.
-- A mailbox is bounded. A message that finds it full is not taken: tell and ask raise MailboxFull at once.
-- An ask ends by its deadline. One whose asker has given up before its turn is not handled at all.
+  beside that, as tasks of the actor. What the actor sends itself (timers, results of tasks, deaths) goes first, then
+  messages whose handlers are marked `control`, then the rest.
+- A mailbox is bounded. A message that finds it full is not taken: tell and ask raise MailboxFull at once. With
+  `Overflow.DROP_OLDEST` the tell that has waited longest makes room for a new one.
+- An ask ends by its deadline, and so does every ask made while it is handled. One whose asker has given up before its
+  turn is not handled at all, and counted.
+- `watch(ref)` brings `Died` when that actor has ended for good, or its process can no longer be reached.
+- `stop` ends an actor after the message in hand; `drain` after all that it has taken.
 - A GyreError that a handler raises in an ask is the answer, raised again at the asker; the actor lives on.
   Any other error, and any error in a tell, a timer or an owned task, is a failure of the actor: it is reported with
   its trace, the actor's tasks, timers and children end, and after a back-off a fresh one from the same factory goes on
@@ -50,8 +55,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
-from gyre.actors.host import Host, LocalRef, spawn_host
-from gyre.actors.supervision import NEVER, ActorFailed, ActorStopped, Backoff, Failure, MailboxFull
+from gyre.actors.host import Host, spawn_host
+from gyre.actors.inspection import ActorList, ActorTotals, add
+from gyre.actors.reference import LocalRef
+from gyre.actors.supervision import (
+    NEVER,
+    ActorFailed,
+    ActorStopped,
+    Backoff,
+    Died,
+    Failure,
+    MailboxFull,
+    Overflow,
+)
 
 __all__ = [
     "NEVER",
@@ -60,9 +76,11 @@ __all__ = [
     "ActorStopped",
     "ActorSystem",
     "Backoff",
+    "Died",
     "Failure",
     "LocalRef",
     "MailboxFull",
+    "Overflow",
     "Ref",
     "handles",
 ]
@@ -92,14 +110,23 @@ class Ref(Protocol):
         """
         ...
 
+    def on_end(self, call: Callable[[str], None]) -> Callable[[], None]:
+        """Have `call` told the reason, once, when the actor has ended or cannot be reached. Returns what takes it back."""
+        ...
+
 
 def handles(
-    message: type[M], *, concurrent: bool = False
+    message: type[M], *, concurrent: bool = False, control: bool = False
 ) -> Callable[[Callable[[S, M], Awaitable[R]]], Callable[[S, M], Awaitable[R]]]:
-    """Mark an `async def` method as the handler of one type of message. What it returns answers an ask."""
+    """Mark an `async def` method as the handler of one type of message. What it returns answers an ask.
+
+    `concurrent`: beside other handlers. `control`: before other messages; such a handler is short, and not concurrent.
+    """
+    if concurrent and control:
+        raise TypeError(f"the handler of {message.__qualname__} cannot be both concurrent and control")
 
     def mark(method: Callable[[S, M], Awaitable[R]]) -> Callable[[S, M], Awaitable[R]]:
-        vars(method)["__handles__"] = (message, concurrent)
+        vars(method)["__handles__"] = (message, concurrent, control)
         return method
 
     return mark
@@ -109,18 +136,23 @@ class Actor:
     """Subclass it, and mark a method for each type of message with `@handles`. Made by a factory given to `spawn`."""
 
     _handlers: ClassVar[dict[type[Any], tuple[Callable[..., Awaitable[object]], bool]]] = {}
+    _control: ClassVar[frozenset[type[Any]]] = frozenset()
     _host: Host
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own: dict[type[Any], tuple[Callable[..., Awaitable[object]], bool]] = {}
+        own_control: set[type[Any]] = set()
         for method in vars(cls).values():
             marked = getattr(method, "__handles__", None)
             if marked is not None:
-                message, concurrent = cast(tuple[type[Any], bool], marked)
+                message, concurrent, control = cast(tuple[type[Any], bool, bool], marked)
                 if message in own:
                     raise TypeError(f"{cls.__qualname__} handles {message.__qualname__} twice")
                 own[message] = (method, concurrent)
+                if control:
+                    own_control.add(message)
+        cls._control = (cls._control - own.keys()) | own_control
         cls._handlers = {**cls._handlers, **own}
 
     # ------------------------------------------------------------------ for the subclass to say
@@ -147,10 +179,27 @@ class Actor:
         return asyncio.get_running_loop().time()
 
     def spawn(
-        self, name: str, factory: Callable[[], Actor], *, restart: Backoff | None = None, mailbox_messages: int = 1000
+        self,
+        name: str,
+        factory: Callable[[], Actor],
+        *,
+        restart: Backoff | None = None,
+        mailbox_messages: int = 1000,
+        overflow: Overflow = Overflow.REFUSE,
     ) -> LocalRef:
         """Start a child. It ends with this instance; past its limit of restarts it fails this actor."""
-        return self._host.spawn(name, factory, restart or Backoff(), mailbox_messages)
+        return self._host.spawn(name, factory, restart or Backoff(), mailbox_messages, overflow)
+
+    def watch(self, ref: Ref) -> None:
+        """Be sent `Died`, which the class must handle, when the actor ends for good or cannot be reached.
+
+        A watch ends with this instance, and with the death that it was for.
+        """
+        self._host.watch(ref)
+
+    def unwatch(self, ref: Ref) -> None:
+        """Take the watch back. A `Died` that is already on its way still comes."""
+        self._host.unwatch(ref)
 
     def after(self, s: float, message: object) -> asyncio.TimerHandle:
         """Send `message` to this actor in `s` seconds. The handle's `cancel()` takes it back."""
@@ -182,6 +231,7 @@ class ActorSystem:
         self.group = group
         self._on_failure = on_failure
         self.roots: dict[str, Host] = {}
+        self._ended: dict[str, ActorTotals] = {}
 
     @classmethod
     @asynccontextmanager
@@ -206,10 +256,26 @@ class ActorSystem:
             raise
 
     def spawn(
-        self, name: str, factory: Callable[[], Actor], *, restart: Backoff | None = None, mailbox_messages: int = 1000
+        self,
+        name: str,
+        factory: Callable[[], Actor],
+        *,
+        restart: Backoff | None = None,
+        mailbox_messages: int = 1000,
+        overflow: Overflow = Overflow.REFUSE,
     ) -> LocalRef:
         """Start an actor at the top. Past its limit of restarts the system ends with ActorFailed."""
-        return spawn_host(self, None, self.roots, name, factory, restart or Backoff(), mailbox_messages)
+        return spawn_host(self, None, self.roots, name, factory, restart or Backoff(), mailbox_messages, overflow)
+
+    def actors(self) -> ActorList:
+        """Every actor as it is now, parents before their children, and what ended ones have done."""
+        infos = (info for host in self.roots.values() for info in host.infos())
+        return ActorList(self.name, tuple(infos), tuple(self._ended.values()))
+
+    def note_end(self, totals: ActorTotals) -> None:
+        """From a host that has ended."""
+        known = self._ended.get(totals.kind)
+        self._ended[totals.kind] = totals if known is None else add(known, totals)
 
     def report(self, failure: Failure) -> None:
         after = "gives up" if failure.restart_in_s is None else f"starts again in {failure.restart_in_s:g} s"

@@ -7,7 +7,6 @@ when something happened, and writes what they say. Every write is fenced by the 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, n
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.sched.revival import Revival
 from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compare, Lease, LeaseLost, Put
+from gyre.store.protocol import Compacted, Compare, Lease, LeaseLost, Put
 from gyre.store.records import (
     CellRoleRecord,
     CellSpecRecord,
@@ -47,6 +46,8 @@ from gyre.wire import record
 T = TypeVar("T")
 
 LEASE_S = 5.0
+CAMPAIGN_PAUSE_S = 1.0
+"""Before a campaign that the store did not take is begun again."""
 WRITTEN_TICKS = 20
 TICK_S = 0.5
 """Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
@@ -115,19 +116,24 @@ class SchedulerActor(Actor):
         site = self._site
         me = LeaderRecord(site.node, site.child_address("node"))
         while True:
-            self._lease = lease = await site.store.store.lease(LEASE_S)
-            result = await site.store.commit(campaign_txn(site.keys, me, lease.id))
-            token = elected(result, lease.id)
-            if token is None:
-                await lease.revoke()
-                await self._until_free(result.revision)
+            try:
+                self._lease = lease = await site.store.store.lease(LEASE_S)
+                result = await site.store.commit(campaign_txn(site.keys, me, lease.id))
+                token = elected(result, lease.id)
+                if token is None:
+                    await lease.revoke()
+                    await self._until_free(result.revision)
+                    continue
+            except (LeaseLost, Unavailable, Compacted):
+                await asyncio.sleep(CAMPAIGN_PAUSE_S)
                 continue
             self.ref.tell(_Elected(token))
             try:
                 while True:
                     await asyncio.sleep(lease.ttl_s / 3)
-                    await lease.keep_alive()
-            except (LeaseLost, Unavailable) as error:
+                    with suppress(Unavailable):  # it is proven still; when it is not any more it is lost
+                        await lease.keep_alive()
+            except LeaseLost as error:
                 self.ref.tell(_Deposed(str(error)))
 
     async def _until_free(self, revision: int) -> None:
@@ -144,29 +150,39 @@ class SchedulerActor(Actor):
             self._following = True
             for mirror in (self._groups, self._runs, self._roles, self._switches):
                 self.task(mirror.follow(self._wake))
-        self._lead(message.token)
+        self._lead()
 
-    def _lead(self, token: int) -> None:
-        self._token = token
+    def _lead(self) -> None:
+        """Tell the core whose token fences what it writes; again and again, since it may not have heard."""
         if "core" in self._site.refs:  # else it asks us when it begins
-            self._site.core.tell(Lead(token))
+            self._site.core.tell(Lead(self._token))
 
     @handles(WhoLeads)
     async def on_who_leads(self, _: WhoLeads) -> None:
-        self._site.core.tell(Lead(self._token))
-        await self._decide()
+        if self._token:
+            self._lead()
+            await self._decide()
 
     @handles(_Deposed)
     async def on_deposed(self, message: _Deposed) -> None:
         self._site.say(f"not the leader any more: {message.why}")
-        self._lead(0)
+        self._token = 0
 
     async def _ensure_job(self) -> None:
         """The job's record and its first snapshot, on the first day of the job."""
         site = self._site
         if await site.store.get(site.keys.job, JobRecord) is None:
             job = JobRecord(
-                site.spec.job.name, site.spec.to_json(), JobState.RUNNING, "", 0, 0, None, None, time.time(), 0.0
+                site.spec.job.name,
+                site.spec.to_json(),
+                JobState.RUNNING,
+                "",
+                0,
+                0,
+                None,
+                None,
+                site.outside.unix_s(),
+                0.0,
             )
             absent = (Compare.created(site.keys.job, 0),)
             await self._commit((put_record(site.keys.job, job),), absent)
@@ -175,7 +191,7 @@ class SchedulerActor(Actor):
             await self._commit(
                 (put_record(site.keys.cell_spec(cell), spec),), (Compare.created(site.keys.cell_spec(cell), 0),)
             )
-        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None:
+        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None and self._token:
             path, digest = make_first_snapshot(site.model_dir, site.job.snapshots)
             first = SnapshotRecord(0, digest, str(path))
             await site.store.commit(publish_snapshot_txn(site.keys, self._token, None, first))
@@ -194,7 +210,7 @@ class SchedulerActor(Actor):
             await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts)), self._token
         )
         if outcome is Verdict.DEPOSED:
-            self._lead(0)
+            self._token = 0
         return outcome
 
     # ------------------------------------------------------------------------------------------ deciding
@@ -205,6 +221,8 @@ class SchedulerActor(Actor):
         self._measures.look(self.now_s, self._site.gateway_status, self._roles.records, self._runs.records)
         self._measures.look_at_switches(self._switches.records)
         self._ticks += 1
+        if self._token:
+            self._lead()
         if self._ticks % WRITTEN_TICKS == 0:  # so that a killed gyred loses little of the time that was worked
             await self._update_job()
         await self._decide()
@@ -223,7 +241,8 @@ class SchedulerActor(Actor):
 
     async def _decide(self) -> None:
         site = self._site
-        if not self._token or "core" not in site.refs or site.stopping:
+        mirrors = (self._groups, self._runs, self._roles, self._switches)
+        if not self._token or "core" not in site.refs or site.stopping or not all(mirror.listed for mirror in mirrors):
             return
         job = await site.store.get(site.keys.job, JobRecord)
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
@@ -255,13 +274,18 @@ class SchedulerActor(Actor):
                 self._runs.drop(self._site.keys.run(run))
             self._groups.drop(self._site.keys.group(group.group))
 
+    def _has_settled(self, group: GroupRecord) -> bool:
+        """As far as we have heard: of the group's settling we may hear before we hear of its runs'."""
+        return group.state is not GroupState.OPEN and self._runs_settled(group)
+
+    def _runs_settled(self, group: GroupRecord) -> bool:
+        runs = [self._run(run) for run in group.runs]
+        return all(run is not None and run.state is RunState.SETTLED for run in runs)
+
     async def _settle_groups(self) -> None:
         for seen in list(self._groups.items.values()):
             group = seen.record
-            if group.state is not GroupState.OPEN:
-                continue
-            runs = [self._run(run) for run in group.runs]
-            if all(run is not None and run.state is RunState.SETTLED for run in runs):
+            if group.state is GroupState.OPEN and self._runs_settled(group):
                 settled = replace(group, state=GroupState.SETTLED)
                 await self._write(self._groups, seen, settled)
 
@@ -288,7 +312,7 @@ class SchedulerActor(Actor):
             if (
                 known is not None
                 or len(groups) < max(1, self._plan.heldout)
-                or any(g.state is GroupState.OPEN for g in groups)
+                or not all(self._has_settled(group) for group in groups)
             ):
                 continue
             reward = mean([reward for group in groups for reward in self._rewards(group)])
@@ -404,8 +428,11 @@ class SchedulerActor(Actor):
         except Unavailable:  # it starts again; the next tick asks it again
             return
         failed = [cell for cell, seen in roles.items() if seen.record.observed is Role.FAILED]
-        for cell in self._revival.due(failed, self.now_s):
-            await self._order(cell, roles[cell], Role.ROLLOUT, "it failed and is tried again")
+        back = [cell for cell, seen in roles.items() if seen.record.came_back]
+        due = self._revival.due([*failed, *back], self.now_s)
+        for cell in due:
+            if cell in failed:
+                await self._order(cell, roles[cell], Role.ROLLOUT, "it failed and is tried again")
         if self._revival.hopeless(failed, len(roles)):
             await self._end_job(
                 JobState.FAILED, f"no cell works; the logs of the engines in {self._site.job.logs} say why"
@@ -413,7 +440,7 @@ class SchedulerActor(Actor):
             return
         plan = decide(self._view({cell: seen.record for cell, seen in roles.items()}, progress), self._params)
         for cell, desired in plan.desired.items():
-            if roles[cell].record.desired is not desired:
+            if roles[cell].record.desired is not desired or (cell in due and cell in back):
                 await self._order(cell, roles[cell], desired, plan.reason)
 
     async def _order(self, cell: CellId, seen: Versioned[CellRoleRecord], desired: Role, reason: str) -> None:

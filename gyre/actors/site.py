@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from gyre.actors.messages import EngineRoute, GatewayStatus, OpenRun
+from gyre.actors.outside import Outside
+from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import LocalRef
 from gyre.children import Children
 from gyre.config import JobSpec
@@ -52,9 +54,13 @@ class Site:
     """Folders that no run and no evaluator may see: the job's own, and those that hold answers."""
     active_before_s: float
     """Seconds the job was worked on before this gyred began."""
-    began_s: float = field(default_factory=time.monotonic)
+    outside: Outside = field(default_factory=Outside)
+    began_s: float = field(init=False)
     events: deque[str] = field(default_factory=lambda: deque[str](maxlen=EVENTS_KEPT))
     refs: dict[str, LocalRef] = field(default_factory=dict[str, LocalRef])
+
+    def __post_init__(self) -> None:
+        self.began_s = self.outside.monotonic_s()
 
     def say(self, line: str) -> None:
         """Tell people what happened: in the log, and in the live view."""
@@ -86,7 +92,7 @@ class Site:
 
     def active_s(self) -> float:
         """Seconds the job was worked on, earlier gyreds included."""
-        return self.active_before_s + time.monotonic() - self.began_s
+        return self.active_before_s + self.outside.monotonic_s() - self.began_s
 
     @property
     def gateway(self) -> LocalRef:
@@ -115,3 +121,7 @@ class Site:
     def child_address(self, name: str) -> str:
         """Where the actor in child process `name` is reached."""
         return self.job.address(name)
+
+    def connect(self, name: str) -> RemoteRef:
+        """A reference to the actor in child process `name`."""
+        return self.outside.connect(self.child_address(name), self.secret)

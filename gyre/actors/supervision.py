@@ -1,8 +1,9 @@
-"""How an actor's failures are named, counted and reported."""
+"""How an actor's failures, its end and its overflow are named, counted and reported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from gyre.errors import GyreError, Unavailable
 
@@ -17,6 +18,22 @@ class ActorStopped(Unavailable):
 
 class ActorFailed(GyreError):
     """A handler raised something that is no GyreError, or an actor failed more often than its limit of restarts."""
+
+
+class Overflow(Enum):
+    """What a full mailbox does with one more tell. An ask is refused at once in any case."""
+
+    REFUSE = "refuse"
+    DROP_OLDEST = "drop_oldest"
+    """The tell that has waited longest makes room. For messages of which the newest says all."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """A watched actor has ended for good, or can no longer be reached. It comes once a watch."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The cell's actor tells it what the role machine does; it decides nothing.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from gyre.actors.messages import DrainReport
@@ -23,7 +22,7 @@ class _Open:
     start: Role
     desired: Role
     span: Span
-    began_unix_s: float = field(default_factory=time.time)
+    began_unix_s: float
     stages: list[StageRecord] = field(default_factory=list[StageRecord])
     stage: Span | None = None
     stage_name: str = ""
@@ -38,13 +37,6 @@ class SwitchLog:
         self._cell = cell
         self._open: _Open | None = None
 
-    @property
-    def traceparent(self) -> str:
-        """Of the stage in hand, for those who take part in it; empty outside a switch."""
-        if self._open is None:
-            return ""
-        return (self._open.stage or self._open.span).traceparent
-
     def begin(self, epoch: int, start: Role, desired: Role, traceparent: str) -> None:
         """A switch to `desired` has been ordered. One that was under way is over."""
         if self._open is not None:
@@ -55,7 +47,7 @@ class SwitchLog:
         if self._open is not None:
             self._end_stage()
             self._open.span.end(self._open.reason)
-        self._open = _Open(epoch, start, desired, span)
+        self._open = _Open(epoch, start, desired, span, self._site.outside.unix_s())
 
     def stage(self, name: str) -> None:
         """A stage begins; the one before it has ended. An empty name: none follows."""
@@ -65,15 +57,33 @@ class SwitchLog:
         if name:
             self._open.stage = self._site.tracing.start(name, self._open.span.traceparent, cell=self._cell)
             self._open.stage_name = name
-            self._open.stage_began_s = time.monotonic()
+            self._open.stage_began_s = self._site.outside.monotonic_s()
 
     def drained(self, report: DrainReport) -> None:
-        if self._open is not None:
-            self._open.drained = report
+        """What the drain did is told beside its stage: how long until the requests had stopped, and until all had moved."""
+        if self._open is None:
+            return
+        self._open.drained = report
+        if self._open.stage is not None:
+            self._open.stage.set(
+                requests=report.requests,
+                moved_blocks=report.moved_blocks,
+                moved_bytes=report.moved_bytes,
+                stop_s=round(report.stop_s, 3),
+                move_s=round(report.move_s, 3),
+            )
 
     def failed(self, reason: str) -> None:
         if self._open is not None:
             self._open.reason = reason
+
+    def abandon(self, reason: str) -> None:
+        """Nobody will hear of the switch that is under way: end its trace. It has no record."""
+        ended, self._open = self._open, None
+        if ended is not None:
+            if ended.stage is not None:
+                ended.stage.end(reason)
+            ended.span.end(ended.reason or reason)
 
     async def settle(self, role: Role) -> None:
         """The cell has come to rest in `role`: end the trace, write the record."""
@@ -82,7 +92,7 @@ class SwitchLog:
             return
         if ended.stage is not None:
             ended.stage.end()
-            ended.stages.append(StageRecord(ended.stage_name, time.monotonic() - ended.stage_began_s))
+            ended.stages.append(StageRecord(ended.stage_name, self._site.outside.monotonic_s() - ended.stage_began_s))
         ended.span.end(ended.reason)
         drained = ended.drained
         switch = SwitchRecord(
@@ -93,7 +103,7 @@ class SwitchLog:
             end=role,
             desired=ended.desired,
             started_unix_s=ended.began_unix_s,
-            ended_unix_s=time.time(),
+            ended_unix_s=self._site.outside.unix_s(),
             stages=tuple(ended.stages),
             trace_id=ended.span.trace_id,
             moved_requests=drained.requests if drained else 0,
@@ -109,5 +119,5 @@ class SwitchLog:
         found = self._open
         if found is not None and found.stage is not None:
             found.stage.end()
-            found.stages.append(StageRecord(found.stage_name, time.monotonic() - found.stage_began_s))
+            found.stages.append(StageRecord(found.stage_name, self._site.outside.monotonic_s() - found.stage_began_s))
             found.stage, found.stage_name = None, ""

@@ -14,7 +14,7 @@ from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
 from gyre.errors import GyreError
 from gyre.harness.confine import choose
-from gyre.harness.profiles import config_path, profile
+from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import open_source
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -72,7 +72,7 @@ def _tasks(spec: JobSpec, base: Path) -> list[str]:
 
 
 def _harness(spec: JobSpec, base: Path) -> list[str]:
-    profile(spec.harness.profile).check(config_path(spec.harness.config, base))
+    profile(spec.harness.profile).check(Settings.of(spec, base))
     choose(spec.harness.confine)
     return []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from gyre.actors.messages import GetStatus, GetTrace, Ok, SpanRecord, Status, StopJob, Trace
+from gyre.actors.messages import Ok
+from gyre.actors.messages_gyrectl import GetStatus, GetTrace, SpanRecord, Status, StopJob, Trace
 from gyre.actors.remote import connect
 from gyre.cli.report import Books, Report, read_books, summarise
 from gyre.config import JobSpec

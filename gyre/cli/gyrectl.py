@@ -22,6 +22,9 @@ import typer
 from rich.console import Console
 
 from gyre.cli import client, live
+from gyre.cli.actor_cli import actor_app
+from gyre.cli.pki_cli import pki_app
+from gyre.cli.run_cli import run_app
 from gyre.cli.up import Options
 from gyre.cli.up import up as run_up
 from gyre.config import JobFileError, load_job
@@ -36,6 +39,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(run_app, name="run")
+app.add_typer(actor_app, name="actor")
+app.add_typer(pki_app, name="pki")
 console = Console()
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

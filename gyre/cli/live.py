@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gyre.actors.messages import CellStatus, Status
+from gyre.actors.messages_gyrectl import CellStatus, Status
 from gyre.cli.report import Report
 from gyre.store.records import Role
 

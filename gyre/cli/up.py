@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from gyre.actors.messages import Status
+from gyre.actors.messages_gyrectl import Status
 from gyre.actors.run import end_left_runs
 from gyre.children import Children, ProcessRef
 from gyre.cli import client, live

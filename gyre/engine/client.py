@@ -22,6 +22,7 @@ from gyre.engine.records import (
     Finish,
     FinishKind,
     GenerateRequest,
+    IdText,
     KvLack,
     KvPulled,
     Loads,
@@ -40,6 +41,7 @@ __all__ = [
     "Finish",
     "FinishKind",
     "GenerateRequest",
+    "IdText",
     "KvLack",
     "KvPulled",
     "Loads",
@@ -47,6 +49,7 @@ __all__ = [
     "VersionSpan",
 ]
 
+_JSON = {"Content-Type": "application/json"}
 _LONGEST_EVENT_BYTES = 64 * 1024 * 1024
 
 
@@ -97,7 +100,7 @@ class EngineClient:
         reader = StreamReader()
         try:
             async with self._open().post(
-                f"{self.url}/generate", json=request.to_json(stream=True), timeout=timeout
+                f"{self.url}/generate", data=request.body(stream=True), headers=_JSON, timeout=timeout
             ) as response:
                 if response.status != 200:
                     raise EngineRefused(response.status, _error_text(await response.text()))

@@ -6,6 +6,7 @@ whether the engine streams cumulatively (SGLang's default) or incrementally.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -30,6 +31,13 @@ class EngineRefused(GyreError):
 
 
 @dataclass(frozen=True)
+class IdText:
+    """Token ids as JSON text, between commas and without brackets: of a long prompt that is kept, and not made anew."""
+
+    text: bytes
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One sampling request. `rid` is new for every attempt; `version` is the weights' version and keys the KV cache.
 
@@ -38,7 +46,7 @@ class GenerateRequest:
     """
 
     rid: str
-    input_ids: Sequence[int]
+    input_ids: Sequence[int] | IdText
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,8 +56,13 @@ class GenerateRequest:
     seed: int | None = None
     version: int | None = None
 
-    def to_json(self, *, stream: bool) -> dict[str, Any]:
-        """The body of SGLang's /generate."""
+    def body(self, *, stream: bool) -> bytes:
+        """The JSON body of SGLang's /generate."""
+        ids = self.input_ids
+        text = ids.text if isinstance(ids, IdText) else json.dumps(list(ids), separators=(",", ":"))[1:-1].encode()
+        return b'{"input_ids":[%b],%b' % (text, json.dumps(self._rest(stream=stream)).encode()[1:])
+
+    def _rest(self, *, stream: bool) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -62,7 +75,6 @@ class GenerateRequest:
             sampling["sampling_seed"] = self.seed
         body: dict[str, Any] = {
             "rid": self.rid,
-            "input_ids": list(self.input_ids),
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": stream,

@@ -9,7 +9,8 @@ body as a function. Only the standard library, and little of it: a keeper starts
 
 Signals: the first SIGTERM is passed on to the harness, the second ends the run at once. When the keeper dies, so does
 its run. When the harness ends, whatever else of the run still lives is ended too, and the exit file is written by
-atomic rename: `{"code", "signal", "error", "limit_reached"}`. `error` says why the harness could not be started.
+atomic rename: `{"code", "signal", "error", "limit_reached", "starved"}`. `error` says why the harness could not be
+started, `starved` that it was killed while the system ran out of memory.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class End(NamedTuple):
     signal: int | None = None
     error: str = ""
     limit_reached: bool = False
+    starved: bool = False
 
     @staticmethod
     def from_json(text: str) -> End:
@@ -150,6 +152,7 @@ class _Keeping:
         self._deadline_s = time.monotonic() + spec.limit_s if spec.limit_s else 0.0
         self._limit_reached = False
         self._asked_to_end = False
+        self._oom_kills = _oom_kills()
         _offer_to_the_oom_killer()
         namespaces.adopt_orphans()
         report_r, report_w = os.pipe()
@@ -178,7 +181,9 @@ class _Keeping:
         reported = _read_now(self._report).decode(errors="replace").splitlines()
         if reported:
             end = End.from_json(reported[0])
-        return end._replace(limit_reached=self._limit_reached)
+        killed = signal.SIGKILL in (end.signal, (end.code or 0) - 128)  # bubblewrap tells a signal as a shell does
+        starved = killed and _oom_kills() > self._oom_kills
+        return end._replace(limit_reached=self._limit_reached, starved=starved)
 
     def _wait_a_signal(self) -> None:
         if self._deadline_s:
@@ -332,6 +337,15 @@ def _offer_to_the_oom_killer() -> None:
             file.write(_OOM_SCORE)
     except OSError:  # not offered on this machine: a courtesy, not a promise
         return
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed since the boot because there was no memory; 0 where it does not tell."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
 
 
 def _children(pid: int) -> list[int]:

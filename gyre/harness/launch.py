@@ -1,6 +1,6 @@
 """Starting the harness of a run, watching it, and ending it whole.
 
-    launcher = Launcher(children, state_dir, profile("mini-swe-agent"), config, sandbox, hidden=(job_dir, tasks))
+    launcher = Launcher(children, state_dir, profile("mini-swe-agent"), settings, sandbox, hidden=(job_dir, tasks))
     process = await launcher.start(folder, base_url, instruction)
     end = await process.wait(limit_s)          # None: it still runs
     end = await process.end(grace_s=2.0)       # its whole run, grandchildren that left the session included
@@ -26,7 +26,8 @@ from gyre.children import Child, Children, ChildSpec, ProcessRef
 from gyre.errors import Unavailable
 from gyre.harness import keeper
 from gyre.harness.confine import Sandbox, View
-from gyre.harness.profiles import ForkServer, LaunchContext, Profile, clean_environment
+from gyre.harness.profiles import ForkServer, LaunchContext, Profile, Settings, clean_environment
+from gyre.harness.programs import located
 from gyre.harness.workspace import RunFolder
 from gyre.harness.zygote import folder_address
 
@@ -45,20 +46,30 @@ class HarnessExit:
     """How a harness ended. Its exit code is not a judgement: a run is scored on what it left.
 
     `code` and `signal` are the harness's own. `lost` says that nobody was there to see it end: its keeper was killed
-    from outside. `error` says why it could not be started. Either is a failure of ours and not the run's.
+    from outside. `error` says why it could not be started. `starved` says that it was killed while the system ran out of
+    memory. Each is a failure of ours and not the run's. Any other signal is the run's own doing: what can send it one is
+    in its sandbox, its policy's commands above all.
     """
 
     code: int | None = None
     signal: int | None = None
     error: str = ""
     lost: bool = False
+    starved: bool = False
     submitted: bool | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell has it: 128 and the signal's number for one that a signal ended."""
+        return self.code if self.code is not None or self.signal is None else 128 + self.signal
 
     @property
     def failure(self) -> str:
         """Why the run is no evidence of what the policy does; empty: it is."""
         if self.error:
             return f"the harness could not be started: {self.error}"
+        if self.starved:
+            return "the harness was killed as the system ran out of memory"
         return "the harness was killed from outside" if self.lost else ""
 
     def __str__(self) -> str:
@@ -112,7 +123,8 @@ class HarnessProcess:
             await asyncio.to_thread(keeper.end_marked, mark(self.folder))
             submitted = self._profile.submitted(self.folder)
             return HarnessExit(signal=self._sent, lost=self._sent is None, submitted=submitted)
-        return HarnessExit(found.code, found.signal, found.error, submitted=self._profile.submitted(self.folder))
+        submitted = self._profile.submitted(self.folder)
+        return HarnessExit(found.code, found.signal, found.error, starved=found.starved, submitted=submitted)
 
 
 class Launcher:
@@ -123,14 +135,14 @@ class Launcher:
         children: Children,
         state_dir: Path,
         profile: Profile,
-        config: Path | None,
+        settings: Settings,
         sandbox: Sandbox,
         hidden: Sequence[Path] = (),
     ) -> None:
         """`hidden` are folders that no run may see: the job's, and those that hold the tasks' answers."""
         self._children = children
         self._profile = profile
-        self._config = config
+        self._settings = settings
         self._sandbox = sandbox
         self._hidden = tuple(hidden)
         forked = sandbox.forks is not None
@@ -149,18 +161,20 @@ class Launcher:
         """
         if (before := self.adopt(folder)) is not None and before.alive:
             return before
-        launch = self._profile.launch(LaunchContext(folder, base_url, instruction, self._config))
+        launch = self._profile.launch(LaunchContext(folder, base_url, instruction, self._settings))
         fork = self._zygote is not None
+        program = located(launch.program[0], launch.env.get("PATH", ""))
         spec = keeper.Spec(
             name=mark(folder),
-            argv=((self._profile.name,) if fork else launch.program) + launch.arguments,
+            argv=((self._profile.name,) if fork else (program.path, *launch.program[1:])) + launch.arguments,
             cwd=str(folder.workspace),
             env=dict(launch.env),
             log=str(folder.log),
             record_file=str(folder.process_file),
             exit_file=str(folder.exit_file),
         )
-        readable = () if self._config is None else (self._config,)
+        config = self._settings.config
+        readable = (() if config is None else (config,)) + (() if fork else program.folders)
         view = View((folder.workspace, folder.home), self._hidden, readable)
         spec = self._sandbox.apply(spec, view, fork=fork)
         if self._zygote is not None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Hold:
-    """How an answer's stream is held back until nothing can break it any more (gyre.proxy.delivery)."""
+    """How an answer's stream is held back until nothing can break it any more.
+
+    A stream that is cut after text ends some harnesses, one that is cut before its headers none; a long wait before the
+    headers is borne, or ends in an equal request, which joins its call. So the headers are held too, and only when that
+    takes long are they sent, with heartbeats after them; then the whole answer goes out at once.
+    """
 
     headers_s: float = 60.0
     """How long the headers are held back at most."""

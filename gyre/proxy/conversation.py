@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import xxhash
-
-from gyre.proxy.volatile import steady
 
 
 class Speaker(StrEnum):
@@ -25,16 +23,15 @@ class Speaker(StrEnum):
     TOOL = "tool"
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
     """JSON text."""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
+    # A tuple, since a run's history of thousands is compared with the one before it at every call.
     speaker: Speaker
     text: str
     reasoning: str = ""
@@ -43,6 +40,16 @@ class Message:
     """Of a tool's message: the call that it answers."""
     ids: tuple[str, ...] = ()
     """Ids in it that the proxy may have minted, its tool calls' among them."""
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """What the harness calls a tool whose name or arguments the model is given in another form."""
+
+    name: str
+    namespace: str = ""
+    freeform: bool = False
+    """Whether a call's input is plain text; the model is given a function with the one argument `input`."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Conversation:
     """Whether a stream ends with a chunk of usage numbers (OpenAI asks for it; Anthropic always has it)."""
     model: str
     """As asked for; the answer names it back."""
+    forms: Mapping[str, ToolForm] = field(default_factory=dict[str, ToolForm])
+    """Of tools that the harness knows in another form, by the name that the model is given."""
 
 
 class Finish(StrEnum):
@@ -68,7 +77,7 @@ class Finish(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the policy said, parsed out of its token ids."""
 
@@ -80,6 +89,8 @@ class Answer:
     """The stop sequence that ended it, or empty."""
     prompt_tokens: int
     output_tokens: int
+    reasoning_tokens: int
+    """Of the output."""
     cached_tokens: int
     """Prompt tokens whose KV the engine still had."""
 
@@ -92,6 +103,8 @@ class Reply:
     model: str
     created_unix_s: int
     answer: Answer
+    forms: Mapping[str, ToolForm] = field(default_factory=dict[str, ToolForm])
+    """The request's."""
 
     def ids(self) -> tuple[str, ...]:
         """Every id in it that the proxy minted."""
@@ -126,8 +139,7 @@ def message_key(message: Message) -> bytes:
     """What identifies a message at its place in a conversation."""
     if message.speaker is Speaker.ASSISTANT:
         return answer_key(message.text, message.tool_calls)
-    text = steady(message.text) if message.speaker is Speaker.SYSTEM else message.text
-    return digest(message.speaker.value, text)
+    return digest(message.speaker.value, message.text)
 
 
 def answer_key(text: str, tool_calls: Sequence[ToolCall]) -> bytes:
@@ -140,13 +152,16 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
     return digest("tools", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
 
 
-def body_digest(body: Mapping[str, Any]) -> bytes:
-    """What a retry has in common with its first: the parsed body, whatever its key order, `stream` and limits aside."""
+def request_digest(dialect: str, body: Mapping[str, Any]) -> bytes:
+    """What a retry has in common with its first: the parsed body, whatever its key order, `stream` and limits aside.
+
+    An answer has its dialect's ids, so no other dialect's request repeats it.
+    """
     kept = {key: value for key, value in body.items() if key not in _NOT_OF_THE_CALL}
-    return digest("body", json.dumps(kept, sort_keys=True, separators=(",", ":")))
+    return digest("request", dialect, json.dumps(kept, sort_keys=True, separators=(",", ":")))
 
 
-_NOT_OF_THE_CALL = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens"})
+_NOT_OF_THE_CALL = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens"})
 
 
 def canonical_json(text: str) -> str:

@@ -1,30 +1,25 @@
-"""The engines as the gateway uses them: who may be asked, who sits where, and who waits.
+"""The engines as the gateway uses them: a client for each, a seat for every request, and the wait until there is one.
 
-A call takes a `Seat` before it asks an engine and gives it back after. While no engine is open the calls wait here,
-and the run that has waited longest is seated first.
+A call takes a `Seat` before it asks an engine and gives it back after. Who sits where, and who is next, is `Seating`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from gyre.actors.messages import EngineRoute, SetRoutes
+from gyre.actors.messages import SetRoutes
 from gyre.engine.client import EngineClient
-from gyre.ids import CellId, RunId
+from gyre.ids import CellId, GroupId, RunId
+from gyre.kv_migrate.prefix import MoveReport, move_prefix
 from gyre.proxy.faults import Fault, FaultKind
-from gyre.proxy.routing import choose, open_engines
+from gyre.proxy.seating import Seating, Sitter
 
 SUSPICION_S = 1.0
 """How long an engine that failed a call is left alone, unless new routes say otherwise."""
-
-
-class Sitter(Protocol):
-    """What sits: a generation."""
-
-    run: RunId
+MOVE_S = 10.0
+"""The longest a call waits for its KV to move before it computes it again."""
 
 
 @dataclass(eq=False)
@@ -35,41 +30,28 @@ class Seat:
     sitter: Sitter
 
 
-@dataclass(eq=False)
-class _Waiting:
-    sitter: Sitter
-    since: float
-    called: asyncio.Event
-    seat: Seat | None = None
-
-
 class Engines:
     """`wait_s` bounds a call's wait for an engine; `key` is what engines want of their clients."""
 
     def __init__(self, wait_s: float, key: str = "") -> None:
         self._wait_s = wait_s
         self._key = key
-        self._version = -1
-        self._routes: dict[CellId, EngineRoute] = {}
+        self._seating = Seating()
         self._clients: dict[str, EngineClient] = {}
-        self._draining: set[CellId] = set()
         self._suspects: dict[CellId, asyncio.TimerHandle] = {}
         self._seats: set[Seat] = set()
-        self._waiting: list[_Waiting] = []
-        self._homes: dict[RunId, CellId] = {}
+        self._asked: dict[Sitter, asyncio.Future[Seat]] = {}
+        self._moves: dict[CellId, set[asyncio.Future[None]]] = {}
+        self._calls = 0
 
     # ------------------------------------------------------------------------------------------ routes
 
     async def set_routes(self, order: SetRoutes) -> None:
-        self._version = order.version
-        self._routes = {route.cell: route for route in order.engines}
+        self._seating.set_routes(order)
         for route in order.engines:
-            if route.accepting:
-                self._draining.discard(route.cell)
             self._trust(route.cell)
             if route.url not in self._clients:
                 self._clients[route.url] = EngineClient(route.url, key=self._key)
-        self._draining &= set(self._routes)
         self._seat_waiting()
         held = {id(seat.client) for seat in self._seats}
         urls = {route.url for route in order.engines}
@@ -78,11 +60,12 @@ class Engines:
 
     def close_cell(self, cell: CellId) -> None:
         """No new request to `cell` until routes say that it accepts."""
-        self._draining.add(cell)
+        self._seating.close(cell)
 
     def suspect(self, cell: CellId) -> None:
         """`cell` failed a call: leave it alone for a moment."""
         self._trust(cell)
+        self._seating.suspect(cell)
         self._suspects[cell] = asyncio.get_running_loop().call_later(SUSPICION_S, self._forgive, cell)
 
     async def close(self) -> None:
@@ -94,111 +77,124 @@ class Engines:
 
     # ------------------------------------------------------------------------------------------ seats
 
-    def try_seat(self, sitter: Sitter) -> Seat | None:
-        """A seat at once, or None while no engine is open."""
-        engines = open_engines(self._routes.values(), self._version, self._draining | self._suspects.keys())
-        cell = choose(engines, self._in_flight(), self._homes.get(sitter.run))
-        if cell is None:
-            return None
-        seat = Seat(cell, engines[cell].version, self._clients[engines[cell].url], sitter)
-        self._seats.add(seat)
-        self._homes[sitter.run] = cell
-        return seat
+    def next_asked(self) -> int:
+        """A new call's place in the queue, behind all that came before it."""
+        self._calls += 1
+        return self._calls
 
-    async def seat(self, sitter: Sitter) -> Seat:
-        """A seat as soon as there is one. Raises Fault(UNAVAILABLE) after the wait that is allowed."""
-        seat = self.try_seat(sitter)
-        if seat is not None:
-            return seat
-        waiting = _Waiting(sitter, asyncio.get_running_loop().time(), asyncio.Event())
-        self._waiting.append(waiting)
+    def ask(self, sitter: Sitter) -> asyncio.Future[Seat]:
+        """Ask for a seat; the future has it at once where there is one. Await it with `seated`."""
+        asked = self._asked[sitter] = asyncio.get_running_loop().create_future()
+        self._seating.ask(sitter)
+        self._seat_waiting()
+        return asked
+
+    async def seated(self, sitter: Sitter, asked: asyncio.Future[Seat]) -> Seat:
+        """The seat that was asked for. Raises Fault(UNAVAILABLE) after the wait that is allowed."""
         try:
             async with asyncio.timeout(self._wait_s):
-                await waiting.called.wait()
-        except TimeoutError as error:
-            if waiting.seat is None:
+                return await asyncio.shield(asked)
+        except BaseException as error:
+            self._asked.pop(sitter, None)
+            self._seating.withdraw(sitter)
+            if asked.done():
+                self.release(asked.result())
+            asked.cancel()
+            if isinstance(error, TimeoutError):
                 raise Fault(FaultKind.UNAVAILABLE, f"no engine was open for {self._wait_s:.0f} s") from error
-        except asyncio.CancelledError:
-            if waiting.seat is not None:
-                self.release(waiting.seat)
             raise
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-        assert waiting.seat is not None
-        return waiting.seat
 
     def release(self, seat: Seat) -> None:
-        self._seats.discard(seat)
+        """Give the seat back, to whom it is the turn of."""
+        if seat in self._seats:
+            self._seats.discard(seat)
+            self._seating.leave(seat.sitter)
+            self._seat_waiting()
+
+    def is_open(self, seat: Seat) -> bool:
+        """Whether a request may still be sent from it: the engine may leave while KV moves there."""
+        route = self._seating.open().get(seat.cell)
+        return route is not None and route.version == seat.version
+
+    def computed(self, seat: Seat) -> None:
+        """The engine has the prompt of the seat's call in its memory."""
+        self._seating.computed(seat.sitter, seat.cell, seat.version)
 
     def sitters(self, cell: CellId) -> list[Sitter]:
-        return [seat.sitter for seat in self._seats if seat.cell == cell]
+        return self._seating.sitters(cell)
+
+    # ------------------------------------------------------------------------------------------ KV
+
+    async def move(self, source: CellId, target: CellId, token_ids: Sequence[int], version: int) -> MoveReport | None:
+        """Bring a prefix from one engine to another; None where one of them is gone."""
+        giver, taker = self.client(source), self.client(target)
+        if giver is None or taker is None:
+            return None
+        under_way = asyncio.get_running_loop().create_future()
+        moves = self._moves.setdefault(source, set())
+        moves.add(under_way)
+        try:
+            return await move_prefix(giver, taker, token_ids, version, MOVE_S)
+        finally:
+            moves.discard(under_way)
+            under_way.set_result(None)
+
+    def moves_from(self, cell: CellId) -> set[asyncio.Future[None]]:
+        """Those under way: each is done when its move has ended."""
+        return set(self._moves.get(cell, ()))
 
     # ------------------------------------------------------------------------------------------ runs
 
-    def home(self, run: RunId) -> CellId | None:
-        return self._homes.get(run)
-
-    def runs_at(self, cell: CellId) -> list[RunId]:
-        return [run for run, home in self._homes.items() if home == cell]
-
-    def next_home(self, run: RunId) -> CellId | None:
-        """Where the run's next request would go."""
-        engines = open_engines(self._routes.values(), self._version, self._draining | self._suspects.keys())
-        return choose(engines, self._in_flight(), self._homes.get(run))
-
-    def rehome(self, run: RunId, cell: CellId) -> None:
-        self._homes[run] = cell
+    def rest(self, run: RunId, leaving: CellId) -> CellId | None:
+        """Where a prefix of the run is kept for its next request, now that `leaving` leaves; None when nowhere."""
+        return self._seating.rest(run, leaving)
 
     def forget(self, run: RunId) -> None:
-        self._homes.pop(run, None)
+        self._seating.forget(run)
+
+    def forget_group(self, group: GroupId) -> None:
+        self._seating.forget_group(group)
 
     # ------------------------------------------------------------------------------------------ reading
 
     @property
     def version(self) -> int:
         """The authoritative version."""
-        return self._version
+        return self._seating.version
 
     def client(self, cell: CellId) -> EngineClient | None:
-        route = self._routes.get(cell)
+        route = self._seating.routes.get(cell)
         return None if route is None else self._clients.get(route.url)
 
-    def cell_version(self, cell: CellId) -> int:
-        route = self._routes.get(cell)
-        return -1 if route is None else route.version
-
-    def clients(self) -> list[EngineClient]:
-        return list(self._clients.values())
+    def open(self, cell: CellId) -> bool:
+        return cell in self._seating.open()
 
     def in_flight(self) -> dict[str, int]:
         """Requests in flight by cell, every known cell named."""
-        counts = self._in_flight()
-        return {cell: counts[cell] for cell in {*self._routes, *counts}}
+        return {**self._seating.in_flight()}
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._seating.waiting
 
     # ------------------------------------------------------------------------------------------ private
 
-    def _in_flight(self) -> Counter[CellId]:
-        return Counter(seat.cell for seat in self._seats)
-
     def _seat_waiting(self) -> None:
-        for waiting in sorted(self._waiting, key=lambda entry: entry.since):
-            seat = self.try_seat(waiting.sitter)
-            if seat is None:
-                return
-            self._waiting.remove(waiting)
-            waiting.seat = seat
-            waiting.called.set()
+        while (found := self._seating.seat_next()) is not None:
+            sitter, cell = found
+            client = self.client(cell)
+            assert client is not None, "every route has its client"
+            seat = Seat(cell, self._seating.routes[cell].version, client, sitter)
+            self._seats.add(seat)
+            self._asked.pop(sitter).set_result(seat)
 
     def _trust(self, cell: CellId) -> None:
         handle = self._suspects.pop(cell, None)
         if handle is not None:
             handle.cancel()
+        self._seating.forgive(cell)
 
     def _forgive(self, cell: CellId) -> None:
         self._suspects.pop(cell, None)
+        self._seating.forgive(cell)
         self._seat_waiting()

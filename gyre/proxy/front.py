@@ -1,87 +1,116 @@
 """The proxy's front door: HTTP in the harness's dialect, one base URL a run.
 
 `/run/<run>/<key>` is what a harness is given as its API's address; behind it stand the paths of the dialects. Every
-answer that is not one is in the dialect's own form. Nothing of a stream is sent before all of it is safe (`delivery`).
+answer that is not one is in the dialect's own form. Nothing of a stream is sent before all of it is safe,
+and for how long its headers are held back the harness's profile says (gyre.harness.wire).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import re
-import zlib
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from gyre.errors import BadInput
-from gyre.proxy.delivery import Hold, hold_of
-from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
+from gyre.harness.wire import Hold
+from gyre.proxy.aside import LARGE_BYTES, Aside
+from gyre.proxy.bodies import json_body, read_body
+from gyre.proxy.connections import Connections, raise_file_limit, while_answering
+from gyre.proxy.conversation import Conversation, Reply, ToolForm, request_digest
 from gyre.proxy.dialects.dialect import Dialect
-from gyre.proxy.dialects.openai_chat import OpenAIChat
-from gyre.proxy.faults import Fault, FaultKind, bad_request
+from gyre.proxy.dialects.spoken import Spoken
+from gyre.proxy.faults import Fault, FaultKind, too_long
 from gyre.proxy.live_run import LiveRun, ModelRequest
 from gyre.proxy.metering import CONTENT_TYPE
 from gyre.proxy.session import Call
 
-_OF_ANTHROPIC = re.compile(r"/messages(/count_tokens|/batches(/.*)?)?/*$")
-_OF_OPENAI = re.compile(r"/chat/completions/*$")
-_DEEPEST = 200
-"""Levels that a body may be nested: more than any schema has, and far from where Python's recursion ends."""
-_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""Encodings of a body that are read, with zlib's name for each."""
-READ_S = 300.0
-"""The longest a request's body may take to arrive. The server says nothing when a body breaks off in a broken chunk."""
+_MODEL = re.compile(r"models/(.+)")
+_LETTERS_A_TOKEN = 32
+"""A prompt with more letters than this for each token of the context is too long, and need not be rendered to know it."""
+_LARGE_AT_ONCE = 2
+"""Large bodies of one run that are read at the same time."""
 WRITE_S = 300.0
 """The longest a client may take to read an answer."""
+_BACKLOG = 1024
+_Parse = Callable[[Mapping[str, Any]], Conversation]
 _log = logging.getLogger(__name__)
 
 
 class Door(Protocol):
     def admit(self, run: str, key: str) -> LiveRun: ...
 
-    def metrics(self) -> bytes: ...
+    def metrics(self, authorization: str) -> bytes | None: ...
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A request's body, understood."""
+
+    conversation: Conversation
+    body: Mapping[str, Any]
+    digest: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an answer's form depends on."""
+
+    dialect: Dialect
+    stream: bool
+    include_usage: bool
+    model: str
+    forms: Mapping[str, ToolForm]
 
 
 class Front:
     def __init__(
-        self, door: Door, openai: OpenAIChat, anthropic: AnthropicMessages, model: str, request_bytes: int
+        self, door: Door, spoken: Spoken, model: str, context_tokens: int, request_bytes: int, aside: Aside
     ) -> None:
         self._door = door
-        self._openai = openai
-        self._anthropic = anthropic
+        self._spoken = spoken
         self._model = model
+        self._context_tokens = context_tokens
         self._request_bytes = request_bytes
+        self._aside = aside
+        self._large: WeakKeyDictionary[LiveRun, asyncio.Semaphore] = WeakKeyDictionary()
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self.base_url = ""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port."""
-        app = web.Application(client_max_size=self._request_bytes)
+        raise_file_limit()
+        app = web.Application(client_max_size=self._request_bytes, middlewares=[while_answering])
         app.router.add_route("*", "/run/{run}/{key}/{path:.*}", self._serve)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
-        # A body is decoded by `_decoded`: what the server itself cannot decode it answers in no dialect's form.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, reuse_address=True)
         try:
-            await site.start()
+            self._server = await asyncio.get_running_loop().create_server(
+                Connections(self._runner), host, port, reuse_address=True, backlog=_BACKLOG
+            )
         except OSError as error:
             await self._runner.cleanup()
             reason = "another process listens there" if error.errno == errno.EADDRINUSE else str(error.strerror)
             raise BadInput("server.port", port, f"a free port on {host} is needed: {reason}") from error
-        bound = cast("int", self._runner.addresses[0][1])
+        bound = cast("int", self._server.sockets[0].getsockname()[1])
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
         return bound
 
     async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -90,9 +119,10 @@ class Front:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"].removeprefix("v1/")
-        dialect = self._dialect(request)
+        dialect = self._spoken.of(request.path, request.headers)
         handlers: dict[tuple[str, str], Callable[[web.Request, LiveRun, Dialect], Awaitable[web.StreamResponse]]] = {
             ("POST", "chat/completions"): self._model_call,
+            ("POST", "responses"): self._model_call,
             ("POST", "messages"): self._model_call,
             ("POST", "messages/count_tokens"): self._count_tokens,
             ("GET", "models"): self._models,
@@ -102,71 +132,88 @@ class Front:
         try:
             live = self._door.admit(request.match_info["run"], request.match_info["key"])
             handler = handlers.get((request.method, path))
+            named = _MODEL.fullmatch(path)
+            if named is not None and request.method == "GET":
+                # Every name that a harness asks for is this model's.
+                return web.json_response(dialect.model(named[1]))
             if handler is None:
                 raise Fault(FaultKind.NOT_FOUND, f"{request.method} {path}: no such endpoint")
             return await handler(request, live, dialect)
         except Fault as fault:
             status, body = dialect.fault(fault)
-            return web.json_response(body, status=status)
-
-    def _dialect(self, request: web.Request) -> Dialect:
-        """By the path's end; where that is no dialect's own, by the header in which a client shows its key."""
-        if _OF_ANTHROPIC.search(request.path):
-            return self._anthropic
-        if _OF_OPENAI.search(request.path):
-            return self._openai
-        return self._anthropic if "x-api-key" in request.headers else self._openai
+            # Some harnesses give up at once where nothing says when to come again.
+            headers = {"Retry-After": "1"} if fault.kind is FaultKind.UNAVAILABLE else None
+            return web.json_response(body, status=status, headers=headers)
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
-        status, body = self._dialect(request).fault(
-            Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…")
-        )
+        fault = Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…")
+        status, body = self._spoken.of(request.path, request.headers).fault(fault)
         return web.json_response(body, status=status)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._door.metrics(), headers={"Content-Type": CONTENT_TYPE})
+        body = self._door.metrics(request.headers.get("Authorization", ""))
+        if body is None:
+            return await self._elsewhere(request)  # a run learns nothing of the others
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _hello(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
         return web.Response(text="")
 
     async def _models(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        model = {
-            "id": self._model,
-            "object": "model",
-            "type": "model",
-            "created": 0,
-            "created_at": "1970-01-01T00:00:00Z",
-            "owned_by": "gyre",
-            "display_name": self._model,
-        }
-        body = {"object": "list", "data": [model], "has_more": False, "first_id": self._model, "last_id": self._model}
-        return web.json_response(body)
+        return web.json_response(dialect.models(self._model))
 
     async def _count_tokens(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        conversation = self._anthropic.parse_count(await _json_body(request, self._request_bytes))
-        return web.json_response({"input_tokens": live.count_tokens(conversation)})
+        live, read = await self._read(request, live, dialect, self._spoken.anthropic.parse_count)
+        return web.json_response({"input_tokens": await live.count_tokens(read.conversation, read.size_bytes)})
+
+    async def _read(
+        self, request: web.Request, live: LiveRun, dialect: Dialect, parse: _Parse
+    ) -> tuple[LiveRun, _Read]:
+        """What the request says, and its run as it is by then."""
+        small = request.content_length is not None and request.content_length < LARGE_BYTES
+        async with nullcontext() if small else self._large.setdefault(live, asyncio.Semaphore(_LARGE_AT_ONCE)):
+            data = await read_body(request, self._request_bytes)
+            read = await self._aside.run(len(data), lambda: self._understood(data, dialect, parse))
+        return self._door.admit(request.match_info["run"], request.match_info["key"]), read
+
+    def _understood(self, data: bytes, dialect: Dialect, parse: _Parse) -> _Read:
+        body = json_body(data, self._context_tokens)
+        conversation = parse(body)
+        if len(data) > _LETTERS_A_TOKEN * self._context_tokens:
+            letters = sum(
+                len(part)
+                for message in conversation.messages
+                for part in (message.text, message.reasoning, *(call.arguments for call in message.tool_calls))
+            )
+            if letters > _LETTERS_A_TOKEN * self._context_tokens:
+                raise too_long(letters // 4, self._context_tokens)
+        return _Read(conversation, body, request_digest(dialect.name, body), len(data))
 
     # ------------------------------------------------------------------------------------------ calls
 
     async def _model_call(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        body = await _json_body(request, self._request_bytes)
-        conversation = dialect.parse(body)
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        asked = ModelRequest(dialect, conversation, body, headers)
-        if conversation.stream:
-            return await self._streamed(request, live, asked)
-        call = await live.answer(asked)
-        reply = live.session.reply(call, conversation.model)
-        response = web.json_response(dialect.body(reply))
+        live, call, asked = await self._begun(request, live, dialect)
+        if asked.stream:
+            return await self._streamed(request, live, call, asked)
+        await live.answer(call)
+        response = web.json_response(dialect.body(_reply(live, call, asked)))
         return await _written(request, response, live, call)
 
-    async def _streamed(self, request: web.Request, live: LiveRun, asked: ModelRequest) -> web.StreamResponse:
+    async def _begun(self, request: web.Request, live: LiveRun, dialect: Dialect) -> tuple[LiveRun, Call, _Asked]:
+        """The request's call. Nothing of its body is kept while the answer is waited for."""
+        live, read = await self._read(request, live, dialect, dialect.parse)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        said = read.conversation
+        call = await live.begin(ModelRequest(dialect, said, read.body, headers, read.digest, read.size_bytes))
+        return live, call, _Asked(dialect, said.stream, said.include_usage, said.model, said.forms)
+
+    async def _streamed(self, request: web.Request, live: LiveRun, call: Call, asked: _Asked) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        hold = hold_of(live.session.opened.profile)
-        answering = asyncio.get_running_loop().create_task(live.answer(asked))
+        hold = live.session.wire.hold
+        answering = asyncio.get_running_loop().create_task(live.answer(call))
         try:
             await self._held(request, response, answering, hold, asked.dialect)
-            call = await answering
+            await answering
         except Fault as fault:
             if not response.prepared:
                 raise
@@ -177,15 +224,14 @@ class Front:
             if not answering.done():
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
-        reply = live.session.reply(call, asked.conversation.model)
-        events = asked.dialect.events(reply, include_usage=asked.conversation.include_usage)
+        events = asked.dialect.events(_reply(live, call, asked), include_usage=asked.include_usage)
         return await _written(request, response, live, call, b"".join(events))
 
     async def _held(
         self,
         request: web.Request,
         response: web.StreamResponse,
-        answering: asyncio.Task[Call],
+        answering: asyncio.Task[None],
         hold: Hold,
         dialect: Dialect,
     ) -> None:
@@ -198,75 +244,8 @@ class Front:
             await asyncio.wait([answering], timeout=hold.heartbeat_s)
 
 
-async def _json_body(request: web.Request, most_bytes: int) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(READ_S):
-            data = await request.read()
-    except TimeoutError as error:
-        raise bad_request(f"the body did not arrive whole in {READ_S:g} s") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _too_large(most_bytes) from error
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise bad_request(f"the body cannot be read: {_line(error)}") from error
-    for encoding in reversed(request.headers.getall("Content-Encoding", [])):
-        for name in reversed(encoding.split(",")):
-            data = _decoded(data, name.strip().lower(), most_bytes)
-    try:
-        body = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {_line(error)}") from error
-    if not isinstance(body, dict):
-        raise bad_request("the body is not a JSON object")
-    _check_depth(body)
-    return cast("dict[str, Any]", body)
-
-
-def _decoded(data: bytes, encoding: str, most_bytes: int) -> bytes:
-    """The body without one encoding. Never more than `most_bytes`, however well it was packed."""
-    if encoding in ("", "identity"):
-        return data
-    window = _WINDOWS.get(encoding)
-    if window is None:
-        raise bad_request(f"Content-Encoding: {encoding[:40]!r} is not allowed; one of gzip, deflate, identity")
-    if encoding == "deflate" and data and data[0] & 0xF != 8:
-        window = -zlib.MAX_WBITS  # without zlib's header, as many clients have it
-    stream = zlib.decompressobj(window)
-    try:
-        plain = stream.decompress(data, most_bytes + 1)
-    except zlib.error as error:
-        raise bad_request(f"the body is not {encoding}: {_line(error)}") from error
-    if len(plain) > most_bytes:
-        raise _too_large(most_bytes)
-    if not stream.eof or stream.unused_data:
-        raise bad_request(f"the body is not {encoding}: it does not end where it should")
-    return plain
-
-
-def _check_depth(body: object) -> None:
-    level: list[Any] = [body]
-    for _ in range(_DEEPEST):
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += cast("dict[str, Any]", value).values()
-            elif isinstance(value, list):
-                inner += cast("list[Any]", value)
-        if not inner:
-            return
-        level = inner
-    raise bad_request(f"the body is nested too deeply; at most {_DEEPEST} levels")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no value of JSON")
-
-
-def _too_large(most_bytes: int) -> Fault:
-    return Fault(FaultKind.TOO_LARGE, f"the request is too large: at most {most_bytes} bytes are taken")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def _reply(live: LiveRun, call: Call, asked: _Asked) -> Reply:
+    return replace(live.session.reply(call, asked.model), forms=asked.forms)
 
 
 async def _written(
@@ -285,5 +264,5 @@ async def _written(
         if request.transport is not None:
             request.transport.abort()
         return response
-    live.delivered(call)
+    await live.delivered(call)
     return response

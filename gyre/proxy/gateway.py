@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import logging
 import re
-import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,21 +28,22 @@ from gyre.actors.messages import (
 )
 from gyre.engine.client import EngineClient
 from gyre.errors import BadInput, GyreError, Refused, StorageFull
+from gyre.harness.profiles import profile
+from gyre.harness.wire import GENERIC, Wire
 from gyre.ids import CellId, RunId
-from gyre.kv_migrate.prefix import MoveReport, move_prefix
+from gyre.proxy.aside import Aside
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
-from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
-from gyre.proxy.dialects.dialect import Dialect
-from gyre.proxy.dialects.openai_chat import OpenAIChat
+from gyre.proxy.departure import Departure, Resting
+from gyre.proxy.dialects.spoken import Spoken
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.front import Front
-from gyre.proxy.generation import MOVE_S, Generation
 from gyre.proxy.journal_writer import JournalWriter, read_journal
+from gyre.proxy.journals import closed_folder, open_folder
 from gyre.proxy.live_run import Limits, LiveRun
 from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
-from gyre.proxy.sampling import Cached
+from gyre.proxy.replication import Peer, Replication
 from gyre.proxy.session import Session, opened_record
 from gyre.trajectory.journal import CallStarted, RunClosed, RunOpened
 from gyre.trajectory.records import RunTrace
@@ -51,7 +51,6 @@ from gyre.trajectory.records import RunTrace
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REMEMBERED = 4096
 """Closed runs whose harness is told that the run is closed, and not that it is unknown."""
-_MOVES_AT_ONCE = 8
 _log = logging.getLogger(__name__)
 
 
@@ -74,17 +73,23 @@ class GatewayConfig:
     wait_s: float = 1800.0
     """The longest a call goes without a token before the harness is told that no engine could answer."""
     engine_key: str = field(default="", repr=False)
-    """The secret that engines want of their clients; empty for engines that want none."""
+    """What engines want of their clients (gyre.engine.access); empty for engines that want none."""
+    metrics_key: str = field(default="", repr=False)
+    """What `/metrics` wants to be shown; empty: nobody is shown them."""
 
 
 class Gateway:
-    def __init__(self, config: GatewayConfig) -> None:
+    """`peer` keeps copies of the journals; without one there are none."""
+
+    def __init__(self, config: GatewayConfig, peer: Peer | None = None) -> None:
         self.config = config
+        self._replication = None if peer is None else Replication(peer)
         self._open_dir = config.journal_dir / "open"
         self._closed_dir = config.journal_dir / "closed"
         self._rendering = Rendering(config.model_dir, config.renderer, thinking=config.thinking)
-        self._openai, self._anthropic = OpenAIChat(), AnthropicMessages()
-        self._dialects: dict[str, Dialect] = {self._openai.name: self._openai, self._anthropic.name: self._anthropic}
+        spoken = Spoken()
+        self._aside = Aside()
+        self._dialects = spoken.by_name()
         self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
         self._engines = Engines(config.wait_s, config.engine_key)
         self._metering = Metering()
@@ -99,7 +104,9 @@ class Gateway:
         self._sampled_tokens = 0
         self._recomputed_tokens = 0
         self._max_silence_s = 0.0
-        self._front = Front(self, self._openai, self._anthropic, config.model_dir.name, config.request_bytes)
+        self._front = Front(
+            self, spoken, config.model_dir.name, config.context_tokens, config.request_bytes, self._aside
+        )
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -126,7 +133,10 @@ class Gateway:
         for live in self._runs.values():
             await live.end()
             await live.close_journal()
+        if self._replication is not None:
+            await self._replication.close()
         await self._engines.close()
+        self._aside.close()
 
     @property
     def base_url(self) -> str:
@@ -142,23 +152,7 @@ class Gateway:
 
     async def drain(self, order: DrainEngine) -> DrainReport:
         """Stop what is in flight on the cell and go on elsewhere; runs between calls take their KV along too."""
-        started_s = time.monotonic()
-        self._engines.close_cell(order.cell)
-        generations = [sitter for sitter in self._engines.sitters(order.cell) if isinstance(sitter, Generation)]
-        departures = await asyncio.gather(*(generation.stop() for generation in generations))
-        stop_s = time.monotonic() - started_s
-        reports = await self._moved_idle(order.cell) if order.move else []
-        if departures:
-            await asyncio.wait(departures, timeout=MOVE_S)
-        reports += [departure.result() for departure in departures if departure.done()]
-        moved = [report for report in reports if report is not None]
-        return DrainReport(
-            requests=len(generations),
-            moved_blocks=sum(report.blocks for report in moved),
-            moved_bytes=sum(report.bytes for report in moved),
-            stop_s=stop_s,
-            move_s=time.monotonic() - started_s,
-        )
+        return await Departure(self._engines, self._resting).carry_out(order)
 
     # ------------------------------------------------------------------------------------------ runs
 
@@ -178,8 +172,8 @@ class Gateway:
             await self._discard(live)
         if self._closed.read(order.run, order.attempt) is not None:
             raise Refused(f"run {order.run}, attempt {order.attempt}: it is closed")
-        journal = JournalWriter(self._folder(order.run, order.attempt), fsync=self.config.fsync)
-        session = Session(order, self._rendering, self._dialects)
+        journal = self._journal(order.run, order.attempt)
+        session = Session(order, self._rendering, self._dialects, _wire_of(order.profile))
         try:
             journal.append(opened_record(order))
             await journal.sync()
@@ -219,6 +213,7 @@ class Gateway:
         await live.close_journal(RunClosed(run=order.run, attempt=order.attempt, failure=session.failure))
         if session.failure:
             self._failed[order.run] = session.failure
+        self._metering.closed(trace)
         self._retire(live)
         return trace
 
@@ -255,17 +250,28 @@ class Gateway:
             raise Fault(FaultKind.CLOSED, "the run is closed")
         return live
 
-    def metrics(self) -> bytes:
-        """In Prometheus's text format."""
-        return self._metering.render(self.status())
+    def metrics(self, authorization: str) -> bytes | None:
+        """In Prometheus's text format, for whoever shows their key."""
+        wanted = f"Bearer {self.config.metrics_key}"
+        if not self.config.metrics_key or not hmac.compare_digest(
+            wanted.encode(), authorization.encode("utf-8", "replace")
+        ):
+            return None
+        behind_bytes = 0 if self._replication is None else self._replication.behind_bytes
+        return self._metering.render(self.status(), behind_bytes)
 
     # ------------------------------------------------------------------------------------------ private
 
     def _live(self, session: Session, journal: JournalWriter) -> LiveRun:
-        return LiveRun(session, journal, self._engines, self._rendering, self._limits, self._metering)
+        return LiveRun(session, journal, self._engines, self._rendering, self._limits, self._metering, self._aside)
+
+    def _journal(self, run: RunId, attempt: int) -> JournalWriter:
+        folder = self._folder(run, attempt)
+        replica = None if self._replication is None else self._replication.link(run, attempt, folder)
+        return JournalWriter(folder, fsync=self.config.fsync, replica=replica)
 
     def _folder(self, run: RunId, attempt: int) -> Path:
-        return self._open_dir / run / f"{attempt}"
+        return open_folder(self.config.journal_dir, run, attempt)
 
     def _retire(self, live: LiveRun) -> None:
         """Take a closed run out of the open ones, and its journal with it."""
@@ -277,18 +283,22 @@ class Gateway:
         self._max_silence_s = max(self._max_silence_s, session.max_silence_s)
         del self._runs[opened.run]
         self._engines.forget(opened.run)
+        if all(other.session.opened.group != opened.group for other in self._runs.values()):
+            self._engines.forget_group(opened.group)
         self._closed_keys[opened.run] = opened.key
         while len(self._closed_keys) > _REMEMBERED:
             self._closed_keys.popitem(last=False)
         self._put_away(opened.run, opened.attempt)
 
     def _put_away(self, run: RunId, attempt: int) -> None:
-        folder = self._folder(run, attempt)
+        folder, closed = self._folder(run, attempt), closed_folder(self.config.journal_dir, run, attempt)
         try:
-            folder.rename(self._closed_dir / f"{run}.{attempt}")
+            folder.rename(closed)
             folder.parent.rmdir()
         except OSError as error:
             _log.warning("the journal of run %s stays among the open ones: %s", run, error)
+        if self._replication is not None:
+            self._replication.put_away(run, attempt, closed)
 
     async def _discard(self, live: LiveRun) -> None:
         """A higher attempt begins: what this one did is of no more use."""
@@ -307,15 +317,15 @@ class Gateway:
             if over or not isinstance(first, RunOpened):
                 self._put_away(run, attempt)
                 continue
-            opened = OpenRun(run, attempt, first.key, first.profile, first.temperature, first.max_tokens)
-            session = Session(opened, self._rendering, self._dialects)
+            opened = OpenRun(run, first.group, attempt, first.key, first.profile, first.temperature, first.max_tokens)
+            session = Session(opened, self._rendering, self._dialects, _wire_of(opened.profile))
             session.restore(records[1:])
             started = sum(isinstance(entry, CallStarted) for entry in records)
             _log.info("run %s is open again, with %d calls of its journal", run, started)
             older = self._runs.get(run)
             if older is not None:
                 self._put_away(run, older.session.opened.attempt)
-            self._runs[run] = self._live(session, JournalWriter(folder, fsync=self.config.fsync))
+            self._runs[run] = self._live(session, self._journal(run, attempt))
             self._left_over += [call.id for call in session.unfinished()]
 
     async def _abort_left_over(self, urls: list[str]) -> None:
@@ -326,29 +336,13 @@ class Gateway:
                     await client.abort_all()
         self._left_over.clear()
 
-    async def _moved_idle(self, cell: CellId) -> list[MoveReport | None]:
-        """Move the KV of runs that are between calls, so that their next call does not compute it again."""
-        slots = asyncio.Semaphore(_MOVES_AT_ONCE)
-        version = self._engines.version
+    def _resting(self, cell: CellId, version: int) -> list[Resting]:
+        return [prefix for live in self._runs.values() for prefix in live.resting(cell, version)]
 
-        async def moved(live: LiveRun) -> MoveReport | None:
-            call = live.idle_prefix(cell, version)
-            run = live.session.opened.run
-            target = self._engines.next_home(run)
-            source = self._engines.client(cell)
-            if call is None or call.cached is None or target is None or target == cell or source is None:
-                return None
-            client = self._engines.client(target)
-            if client is None:
-                return None
-            token_ids = live.session.tree.prompt_ids(call.id) + live.session.tree.output_ids(call.id)
-            async with slots:
-                report = await move_prefix(source, client, token_ids, version, MOVE_S)
-            if not report.reason:
-                call.cached = Cached(target, version, len(token_ids))
-                if self._engines.home(run) == cell:
-                    self._engines.rehome(run, target)
-            return report
 
-        runs = [live for run in self._engines.runs_at(cell) if (live := self._runs.get(run)) is not None]
-        return list(await asyncio.gather(*(moved(live) for live in runs)))
+def _wire_of(profile_name: str) -> Wire:
+    """What the profile says of its harness's requests; of a harness that no profile describes, what is common to all."""
+    try:
+        return profile(profile_name).wire
+    except BadInput:
+        return GENERIC

@@ -13,18 +13,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
-from gyre.engine.client import Chunk, EngineClient, EngineGone, EngineRefused, GenerateRequest
+from gyre.engine.client import Chunk, EngineClient, EngineGone, EngineRefused, GenerateRequest, IdText
 from gyre.errors import GyreError
-from gyre.ids import CallId, RunId
-from gyre.kv_migrate.prefix import MoveReport, move_prefix
+from gyre.ids import CallId, GroupId, RunId
+from gyre.kv_migrate.prefix import MoveReport
 from gyre.proxy.conversation import Finish
 from gyre.proxy.engines import Engines, Seat
 from gyre.proxy.faults import Fault, FaultKind
+from gyre.proxy.id_texts import joined, text_of
 from gyre.proxy.sampling import Cached, Ending, Sampling, Stretch
 from gyre.proxy.stops import StopSearch
 
-MOVE_S = 10.0
-"""The longest a call waits for its KV to move before it computes it again."""
 STOP_S = 5.0
 """The longest a stop waits for the engine's own end of the stream before the connection is dropped."""
 _REPEAT_STOP_S = 0.25
@@ -33,11 +32,15 @@ _REFUSALS = 8
 """Refusals in a row without one new token after which a call is given up: the engine would go on to refuse."""
 _PASSING = (409, 429, 503)
 """Statuses of an engine that is not ready, or not at this version, yet."""
+_UNKNOWN = (404, 405, 501)
+"""Statuses of what stands for an engine and does not take this order."""
 _log = logging.getLogger(__name__)
 
 
 class Generation:
-    """`cached` is where the call's base was computed, `block_tokens` the engines' KV block.
+    """`prompt` gives the prompt's ids, which are seldom needed, and `prompt_text` is what `IdTexts` has of them. `cached` is
+    where the call's base was computed, `marks` are those of a prompt whose beginning another run may have had,
+    `block_tokens` is the engines' KV block.
 
     `so_far` is what was sampled before a gateway died. `recorded` is given each stretch as it ends; what it raises ends
     the generation.
@@ -47,26 +50,35 @@ class Generation:
         self,
         call: CallId,
         run: RunId,
-        prompt: array[int],
+        group: GroupId,
+        prompt: Callable[[], array[int]],
+        prompt_tokens: int,
+        prompt_text: bytes,
         sampling: Sampling,
         engines: Engines,
         decode: Callable[[Sequence[int]], str],
         block_tokens: int,
         cached: Cached | None,
+        marks: tuple[bytes, ...],
         so_far: Stretch | None,
         recorded: Callable[[Stretch], None],
     ) -> None:
         self.call = call
         self.run = run
-        self.prompt = prompt
+        self.group = group
+        self.asked = engines.next_asked()
+        self.prompt_tokens = prompt_tokens
+        self._prompt = prompt
+        self._prompt_text = prompt_text
         self.output = array("i")
         self.logprobs = array("f")
         self.versions = array("i")
         self.finish: Finish | None = None
         self.stop_sequence = ""
         self.cached = cached
+        self.marks = marks
         self.cached_tokens = 0
-        """Of the prompt, on the first engine."""
+        """Of the prompt, on the first engine that computed it."""
         self.continued = False
         self.recomputed_tokens = 0
         self.max_silence_s = 0.0
@@ -77,13 +89,18 @@ class Generation:
         self._stops = StopSearch(decode, sampling.stop)
         self._attempts = 0
         self._rid = ""
+        self._taken: Seat | None = None
+        """From when it is ours; `_seat` from when the engine is asked."""
         self._seat: Seat | None = None
+        self._rerouted = False
+        """Whether its prefix was computed elsewhere or before, so that the engine should have it."""
+        self._computed = False
         self._ended = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._stopping = False
         self._last_token_s = 0.0
         self._silent_since_s: float | None = None
-        self._departure: asyncio.Future[MoveReport | None] | None = None
+        self._departures: list[asyncio.Future[MoveReport | None]] = []
         if so_far is not None:
             for token, logprob, version in zip(so_far.token_ids, so_far.logprobs, so_far.versions, strict=True):
                 self._add(token, logprob, version)
@@ -145,47 +162,80 @@ class Generation:
         there is nothing to move or nowhere to go.
         """
         loop = asyncio.get_running_loop()
-        departure = self._departure = loop.create_future()
+        departure: asyncio.Future[MoveReport | None] = loop.create_future()
+        self._departures.append(departure)
         seat = self._seat
         if seat is None:
-            self._depart(None)
-            return departure
+            if self._taken is None:
+                self._depart(None)
+            return departure  # on its way to an engine it finds, once there, that this one leaves
         self._stopping = True
         self._silent_since_s = self._silent_since_s or loop.time()
         give_up_s = loop.time() + STOP_S
         while self._seat is seat:
-            await _abort(seat.client, self._rid)
+            heard = await _abort(seat.client, self._rid)
+            if (not heard or loop.time() > give_up_s) and self._patience is not None:
+                self._patience.reschedule(loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPEAT_STOP_S):
                     await self._ended.wait()
-            if loop.time() > give_up_s and self._patience is not None:
-                self._patience.reschedule(loop.time())
         return departure
 
     # ------------------------------------------------------------------------------------------ one stretch
 
+    @property
+    def at_rest(self) -> bool:
+        """Neither with an engine nor on its way to one: its prefix is nobody's to take along but a departure's."""
+        return self._taken is None
+
+    def token_ids(self, tokens: int) -> array[int]:
+        """The first `tokens` of its prompt and of what was sampled so far."""
+        return (self._prompt() + self.output)[:tokens]
+
+    def rests_at(self, known: Cached, now: Cached) -> None:
+        """Its prefix, that was where `known` says, has been moved, if nothing has happened to it meanwhile."""
+        if self.cached is known:
+            self.cached = now
+
     async def _next_seat(self) -> Seat:
         """A seat, and the KV of what was computed elsewhere moved there, whatever the reason for leaving."""
-        seat = self._engines.try_seat(self)
-        if seat is None:
-            self._depart(None)
-            self._silent_since_s = self._silent_since_s or asyncio.get_running_loop().time()
-            seat = await self._engines.seat(self)
+        while True:
+            asked = self._engines.ask(self)
+            if not asked.done():
+                self._depart(None)
+                self._silent_since_s = self._silent_since_s or asyncio.get_running_loop().time()
+            seat = self._taken = await self._engines.seated(self, asked)
+            try:
+                report = await self._take_along(seat)
+            except BaseException:
+                self._give_back(seat)
+                raise
+            if self._engines.is_open(seat):
+                self._depart(report)
+                return seat
+            self._give_back(seat)
+
+    async def _take_along(self, seat: Seat) -> MoveReport | None:
         known = self.cached
-        try:
-            if known is not None and known.version == seat.version and known.cell != seat.cell:
-                source = self._engines.client(known.cell)
-                if source is not None:
-                    token_ids = (self.prompt + self.output)[: known.tokens]
-                    report = await move_prefix(source, seat.client, token_ids, seat.version, MOVE_S)
-                    if report.reason:
-                        _log.warning("call %s goes on without all of its KV: %s", self.call, report.reason)
-                    self._depart(report)
-        except BaseException:
-            self._engines.release(seat)
-            raise
-        self._depart(None)
-        return seat
+        if known is None or known.version != seat.version:
+            self._rerouted = False
+            return None
+        self._rerouted = self._rerouted or known.cell != seat.cell or len(self.output) > 0
+        if known.cell == seat.cell:
+            return None
+        token_ids = self.token_ids(known.tokens)
+        report = await self._engines.move(known.cell, seat.cell, token_ids, seat.version)
+        if report is None:
+            return None
+        if report.reason:
+            _log.warning("call %s goes on without all of its KV: %s", self.call, report.reason)
+        else:
+            self.cached = Cached(seat.cell, seat.version, known.tokens)
+        return report
+
+    def _give_back(self, seat: Seat) -> None:
+        self._taken = None
+        self._engines.release(seat)
 
     async def _stretch(self, seat: Seat) -> None:
         start = len(self.output)
@@ -197,7 +247,7 @@ class Generation:
         self._ended.clear()
         request = GenerateRequest(
             rid=self._rid,
-            input_ids=self.prompt + self.output,
+            input_ids=IdText(joined(self._prompt_text, text_of(self.output))),
             max_new_tokens=self._sampling.max_tokens - start,
             temperature=self._sampling.temperature,
             stop_token_ids=self._sampling.stop_token_ids,
@@ -212,20 +262,22 @@ class Generation:
                     if chunk.finish is not None:
                         whole = True
                         self._close(chunk, seat, start)
-                    elif self.finish is not None:
-                        await _abort(seat.client, self._rid)
+                    elif self.finish is not None and not await _abort(seat.client, self._rid):
+                        break  # what it goes on to say is of no use; its connection's end ends it
         except TimeoutError:
-            _log.warning("call %s: cell %s did not stop in %.0f s and was left", self.call, seat.cell, STOP_S)
+            _log.warning("call %s: cell %s did not say its end and was left", self.call, seat.cell)
         finally:
             try:
                 if not whole:
                     await _abort(seat.client, self._rid)
             finally:
-                self._engines.release(seat)
                 self._seat = self._patience = None
                 self._ended.set()
                 if len(self.output) > start:  # else it was stopped before its prompt was computed
-                    self.cached = Cached(seat.cell, seat.version, len(self.prompt) + len(self.output))
+                    self.cached = Cached(seat.cell, seat.version, self.prompt_tokens + len(self.output))
+                    self._engines.computed(seat)
+                self._give_back(seat)
+                if len(self.output) > start:
                     self._recorded(Stretch(self.output[start:], self.logprobs[start:], self.versions[start:]))
 
     def _take(self, chunk: Chunk, version: int) -> None:
@@ -258,23 +310,34 @@ class Generation:
             if span.version >= 0:
                 for place in range(start + span.start, min(start + span.end, len(self.versions))):
                     self.versions[place] = span.version
-        if self._attempts == 1:
-            self.cached_tokens = min(chunk.cached_tokens, len(self.prompt))
-        known = self.cached
-        if known is not None and known.version == seat.version and (start > 0 or known.cell != seat.cell):
-            whole_blocks = (known.tokens - 1) // self._block_tokens * self._block_tokens
-            self.recomputed_tokens += max(0, whole_blocks - chunk.cached_tokens)
+        if len(self.output) > start:  # else it was stopped before its prompt was computed, or looked up
+            if not self._computed:
+                self._computed = True
+                self.cached_tokens = min(chunk.cached_tokens, self.prompt_tokens)
+            if self._rerouted and self.cached is not None:
+                whole_blocks = (self.cached.tokens - 1) // self._block_tokens * self._block_tokens
+                self.recomputed_tokens += max(0, whole_blocks - chunk.cached_tokens)
         assert chunk.finish is not None
         if self.finish is None and chunk.finish.kind != "abort":
             self.finish = Finish.STOP if chunk.finish.kind == "stop" else Finish.LENGTH
 
     def _depart(self, report: MoveReport | None) -> None:
-        if self._departure is not None and not self._departure.done():
-            self._departure.set_result(report)
+        departures, self._departures = self._departures, []
+        for departure in departures:
+            if not departure.done():
+                departure.set_result(report)
 
 
-async def _abort(client: EngineClient, rid: str) -> None:
-    """Ask the engine to let go of a request; one that cannot be reached holds none."""
-    with suppress(GyreError, TimeoutError):
+async def _abort(client: EngineClient, rid: str) -> bool:
+    """Ask the engine to let go of a request; one that cannot be reached holds none.
+
+    False when it does not know what is asked of it (a router does not): then only its connection's end ends the request.
+    """
+    try:
         async with asyncio.timeout(_ABORT_S):
             await client.abort(rid)
+    except EngineRefused as error:
+        return error.status not in _UNKNOWN
+    except (GyreError, TimeoutError):
+        pass
+    return True

@@ -11,20 +11,27 @@ import asyncio
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from gyre.errors import StorageFull
+from gyre.proxy.journals import segment_path, segments
+from gyre.proxy.replication import ReplicaLink
 from gyre.trajectory.journal import SEGMENT_HEADER, JournalRecord, encode, read
 
 SEGMENT_BYTES = 64 * 1024 * 1024
-_SUFFIX = ".journal"
 
 
 class JournalWriter:
-    """The journal in `folder`, written on after what is there. `fsync` false leaves the disk's pace to the kernel."""
+    """The journal in `folder`, written on after what is there. `fsync` false leaves the disk's pace to the kernel.
 
-    def __init__(self, folder: Path, *, fsync: bool) -> None:
+    With a `replica` the journal has a copy at a peer, which `sync` waits for too.
+    """
+
+    def __init__(self, folder: Path, *, fsync: bool, replica: ReplicaLink | None = None) -> None:
         self._folder = folder
         self._fsync = fsync
+        self._replica = replica
+        self._segment = 0
         self._full: StorageFull | None = None
         self._file = -1
         self._size = 0
@@ -33,8 +40,7 @@ class JournalWriter:
         self._flush = asyncio.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            segments = _segments(folder)
-            self._open(segments[-1] if segments else folder / f"{0:06d}{_SUFFIX}")
+            self._open(max(0, len(segments(folder)) - 1))
         except OSError as error:
             raise self._give_up(error) from error
 
@@ -53,7 +59,11 @@ class JournalWriter:
             raise self._give_up(error) from error
 
     async def sync(self) -> None:
-        """Return when all that was appended so far is on disk."""
+        """Return when all that was appended so far is on disk, and at the peer where there is one that answers."""
+        copied = self._replica.caught_up() if self._replica is not None else _nothing()
+        await asyncio.gather(self._flushed(), copied)
+
+    async def _flushed(self) -> None:
         wanted = self._written
         async with self._flush:
             if not self._fsync or self._synced >= wanted or self._file < 0:
@@ -71,7 +81,9 @@ class JournalWriter:
                 os.close(self._file)
                 self._file = -1
 
-    def _open(self, path: Path) -> None:
+    def _open(self, segment: int) -> None:
+        self._segment = segment
+        path = segment_path(self._folder, segment)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         if self._size < len(SEGMENT_HEADER):
@@ -81,6 +93,7 @@ class JournalWriter:
             if self._fsync:
                 os.fdatasync(self._file)
                 _sync_folder(self._folder)
+        self._tell_replica()
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -88,13 +101,17 @@ class JournalWriter:
             view = view[os.write(self._file, view) :]
         self._size += len(data)
         self._written += len(data)
+        self._tell_replica()
+
+    def _tell_replica(self) -> None:
+        if self._replica is not None:
+            self._replica.wrote(self._segment, self._size)
 
     def _next_segment(self) -> None:
         if self._fsync:
             os.fdatasync(self._file)
         os.close(self._file)
-        place = int(_segments(self._folder)[-1].stem) + 1
-        self._open(self._folder / f"{place:06d}{_SUFFIX}")
+        self._open(self._segment + 1)
 
     def _give_up(self, error: OSError) -> StorageFull:
         self._full = StorageFull(f"the run's journal could not be written: {error.strerror or error}")
@@ -103,22 +120,37 @@ class JournalWriter:
 
 def read_journal(folder: Path) -> list[JournalRecord]:
     """The records of the journal in `folder`; what follows the last sound one is cut off, so that one can go on there."""
+    found = look_at_journal(folder)
+    if found.torn is not None:
+        os.truncate(found.torn, found.good_bytes)
+        for later in segments(folder):
+            if later > found.torn:
+                later.unlink()
+    return found.records
+
+
+class Found(NamedTuple):
+    """What a journal's folder holds; `torn` is the segment that is not sound behind its first `good_bytes`."""
+
+    records: list[JournalRecord]
+    torn: Path | None
+    good_bytes: int
+
+
+def look_at_journal(folder: Path) -> Found:
+    """The sound records of the journal in `folder`, of which nothing is changed: its gateway may be writing to it."""
     records: list[JournalRecord] = []
-    segments = _segments(folder)
-    for place, path in enumerate(segments):
+    for path in segments(folder):
         data = path.read_bytes()
         reading = read(data)
         records.extend(reading.records)
         if reading.good_bytes < len(data):
-            os.truncate(path, reading.good_bytes)
-            for later in segments[place + 1 :]:
-                later.unlink()
-            break
-    return records
+            return Found(records, path, reading.good_bytes)
+    return Found(records, None, 0)
 
 
-def _segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{_SUFFIX}"))
+async def _nothing() -> None:
+    """Of a journal without a copy."""
 
 
 def _sync_folder(folder: Path) -> None:

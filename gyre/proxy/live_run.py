@@ -10,24 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gyre.errors import StorageFull
 from gyre.ids import CallId, CellId
-from gyre.proxy.conversation import Conversation, body_digest, digest
+from gyre.proxy.aside import LARGE_BYTES, Aside
+from gyre.proxy.conversation import Conversation
+from gyre.proxy.departure import Resting
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.generation import Generation
+from gyre.proxy.id_texts import IdTexts
 from gyre.proxy.journal_writer import JournalWriter
 from gyre.proxy.metering import Metering
+from gyre.proxy.prefix_index import marks_of
 from gyre.proxy.rendering import Rendering
-from gyre.proxy.sampling import Sampling, Stretch
+from gyre.proxy.sampling import Cached, Sampling, Stretch
 from gyre.proxy.session import Call, Session
 from gyre.trajectory.journal import JournalRecord
 
+_ENDS = 4
+"""Of a run's threads, those that ended a call last: their prefixes are kept through a cell's leaving."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,11 +47,9 @@ class ModelRequest:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     """Names in lower case."""
-
-    @property
-    def digest(self) -> bytes:
-        """By which a retry is recognised. An answer has its dialect's ids, so no other dialect's request repeats it."""
-        return digest(self.dialect.name, body_digest(self.body))
+    digest: bytes
+    """By which a retry is recognised."""
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class LiveRun:
         rendering: Rendering,
         limits: Limits,
         metering: Metering,
+        aside: Aside,
     ) -> None:
         self.session = session
         self._metering = metering
@@ -84,43 +90,48 @@ class LiveRun:
         self._engines = engines
         self._rendering = rendering
         self._limits = limits
+        self._aside = aside
         self._work: dict[CallId, _Work] = {}
+        self._texts = IdTexts(session.tree)
+        self._turn = asyncio.Lock()
+        """Of whoever changes the session: it may be worked on aside."""
+        self._beginnings: set[asyncio.Task[Call]] = set()
+        self._over = False
 
     # ------------------------------------------------------------------------------------------ answering
 
-    async def answer(self, request: ModelRequest) -> Call:
-        """The call that answers the request, ended and on disk. Raises Fault where there will be no answer."""
+    async def begin(self, request: ModelRequest) -> Call:
+        """The call that the request repeats, or a new one, in the journal. Raises Fault where there can be none."""
+        if request.size_bytes < LARGE_BYTES:
+            return await self._begun(request)
+        # What goes on aside cannot be broken off, and is to be in the journal when it is done.
+        beginning = asyncio.get_running_loop().create_task(self._begun(request))
+        self._beginnings.add(beginning)
+        beginning.add_done_callback(self._beginning_over)
+        return await asyncio.shield(beginning)
+
+    async def answer(self, call: Call) -> None:
+        """Return when the call has ended and is on disk. Raises Fault where there will be no answer."""
         self._check_open()
-        call = self.session.find(request.digest)
-        if call is None or self.session.outgrown(call, request.conversation, self._limits.context_tokens):
-            call, records = self.session.begin(
-                request.conversation,
-                request.body,
-                request.digest,
-                request.dialect,
-                request.headers,
-                self._limits.context_tokens,
-                time.time(),
-            )
-            self._append(records)
         if call.answer is None:
             await self._sampled(call)
         try:
             await self._journal.sync()
         except StorageFull as error:
             raise self.stop(str(error)) from error
-        return call
 
-    def delivered(self, call: Call) -> None:
+    async def delivered(self, call: Call) -> None:
         """The answer was written to the harness, whole."""
-        record = self.session.deliver(call.id)
-        if record is not None and not self.session.failure:
-            self._append([record])
+        async with self._turn:
+            record = self.session.deliver(call.id)
+            if record is not None and not self.session.failure:
+                self._append([record])
 
-    def count_tokens(self, conversation: Conversation) -> int:
+    async def count_tokens(self, conversation: Conversation, size_bytes: int) -> int:
         """Tokens of the prompt that the conversation would have now."""
-        self._check_open()
-        return self.session.count_tokens(conversation)
+        async with self._turn:
+            self._check_open()
+            return await self._aside.run(size_bytes, lambda: self.session.count_tokens(conversation))
 
     # ------------------------------------------------------------------------------------------ ending
 
@@ -135,6 +146,8 @@ class LiveRun:
 
     async def end(self) -> None:
         """End all calls; returns when no engine samples for the run."""
+        self._over = True
+        await asyncio.gather(*self._beginnings, return_exceptions=True)
         self._end_waiting(Fault(FaultKind.CLOSED, "the run was closed"))
         tasks = [work.task for work in self._work.values() if work.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -157,19 +170,73 @@ class LiveRun:
     def calls_in_flight(self) -> int:
         return sum(1 for work in self._work.values() if work.task is not None and not work.task.done())
 
-    def idle_prefix(self, cell: CellId, version: int) -> Call | None:
-        """The call whose KV on `cell` the run's next request will want, where no request holds it now."""
-        if self.calls_in_flight or self.session.failure:
-            return None
-        call = self.session.latest()
-        at = None if call is None else call.cached
-        return call if at is not None and at.cell == cell and at.version == version else None
+    def resting(self, cell: CellId, version: int) -> list[Resting]:
+        """The prefixes on `cell` that the run's next requests will want, where no request holds them now."""
+        if self.session.failure:
+            return []
+        found: list[Resting] = []
+        for work in self._work.values():
+            known = work.generation.cached
+            if work.generation.at_rest and known is not None and (known.cell, known.version) == (cell, version):
+                found.append(self._resting_work(work, known))
+        continued = {work.call.base for work in self._work.values()}
+        for call in self.session.ends()[:_ENDS]:
+            known = call.cached
+            if call.id not in continued and known is not None and (known.cell, known.version) == (cell, version):
+                found.append(self._resting_end(call))
+        return found
+
+    def _resting_work(self, work: _Work, known: Cached) -> Resting:
+        generation, call = work.generation, work.call
+
+        def token_ids() -> array[int]:
+            return generation.token_ids(known.tokens)
+
+        def moved(now: Cached) -> None:
+            generation.rests_at(known, now)
+            if call.cached is known:  # it has ended meanwhile
+                call.cached = now
+
+        return Resting(generation.run, call.id, token_ids, moved)
+
+    def _resting_end(self, call: Call) -> Resting:
+        def moved(now: Cached) -> None:
+            call.cached = now
+
+        return Resting(self.session.opened.run, call.id, lambda: self.session.tree.history_ids(call.id), moved)
 
     # ------------------------------------------------------------------------------------------ private
 
     def _check_open(self) -> None:
         if self.session.failure:
             raise Fault(FaultKind.CLOSED, f"the run was stopped: {self.session.failure}")
+        if self._over:
+            raise Fault(FaultKind.CLOSED, "the run was closed")
+
+    async def _begun(self, request: ModelRequest) -> Call:
+        async with self._turn:
+            self._check_open()
+            call = self.session.find(request.digest, request.headers)
+            if call is None or self.session.outgrown(call, request.conversation, self._limits.context_tokens):
+                call, records = await self._aside.run(request.size_bytes, lambda: self._new_call(request))
+                self._append(records)
+            return call
+
+    def _new_call(self, request: ModelRequest) -> tuple[Call, list[JournalRecord]]:
+        return self.session.begin(
+            request.conversation,
+            request.body,
+            request.digest,
+            request.dialect,
+            request.headers,
+            self._limits.context_tokens,
+            time.time(),
+        )
+
+    def _beginning_over(self, beginning: asyncio.Task[Call]) -> None:
+        self._beginnings.discard(beginning)
+        if not beginning.cancelled():
+            beginning.exception()  # whoever asked may be gone
 
     async def _sampled(self, call: Call) -> None:
         """Wait until the call has ended; the last to stop waiting stops the sampling."""
@@ -197,12 +264,14 @@ class LiveRun:
         try:
             await work.generation.sample(self._limits.wait_s)
             generation = work.generation
-            self._append([self.session.end(call, generation.ending())])
+            async with self._turn:
+                self._append([self.session.end(call, generation.ending())])
+            self._texts.ended(call.id, generation.output)
             self._metering.ended(
                 call.dialect,
                 generation.ending(),
                 time.monotonic() - work.began_s,
-                len(generation.prompt),
+                generation.prompt_tokens,
                 len(generation.output),
             )
         except Fault as fault:
@@ -224,10 +293,14 @@ class LiveRun:
 
     def _generation(self, call: Call) -> Generation:
         opened = self.session.opened
+        tokens = len(call.suffix) + (0 if call.base is None else self.session.tree.end_tokens(call.base))
         return Generation(
             call=call.id,
             run=opened.run,
-            prompt=self.session.prompt_of(call),
+            group=opened.group,
+            prompt=lambda: self.session.prompt_of(call),
+            prompt_tokens=tokens,
+            prompt_text=self._texts.prompt(call.id, call.base, call.suffix),
             sampling=Sampling(
                 temperature=opened.temperature,
                 max_tokens=call.max_tokens,
@@ -239,6 +312,7 @@ class LiveRun:
             decode=self._rendering.decode,
             block_tokens=self._limits.block_tokens,
             cached=self.session.known_before(call),
+            marks=() if call.base is not None else marks_of(call.suffix),
             so_far=Stretch(call.output, call.logprobs, call.versions) if call.output else None,
             recorded=lambda stretch: self._journal.append(self.session.sampled(call, stretch)),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gyre.actors.messages import GatewayStatus
 from gyre.proxy.sampling import Ending
 from gyre.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
+from gyre.trajectory.records import RunTrace
 
 __all__ = ["CONTENT_TYPE", "Metering"]
 
@@ -30,8 +31,15 @@ class Metering:
         """A call ended in an error that is ours."""
         self._metrics.calls.labels(dialect, "unavailable").inc()
 
-    def render(self, status: GatewayStatus) -> bytes:
+    def closed(self, trace: RunTrace) -> None:
+        """A run was closed: how its tree branched, and whether it is sound."""
+        for reason, count in trace.forks.items():
+            self._metrics.forks.labels(reason).inc(count)
+        self._metrics.tree_faults.inc(len(trace.faults))
+
+    def render(self, status: GatewayStatus, replica_behind_bytes: int) -> bytes:
         metrics = self._metrics
+        metrics.replica_behind_bytes.set(replica_behind_bytes)
         metrics.open_runs.set(status.open_runs)
         metrics.calls_waiting.set(status.calls_waiting)
         for cell, count in status.in_flight.items():

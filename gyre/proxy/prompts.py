@@ -8,15 +8,16 @@ prompt that begins anew is put together the same way, turn by turn, so that answ
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gyre.ids import CallId
-from gyre.proxy.conversation import Conversation, Message, Speaker, message_key
+from gyre.proxy.conversation import Conversation, Message, Speaker
 from gyre.proxy.recognition import Walk
-from gyre.proxy.rendering import Rendering
-from gyre.proxy.volatile import without_headers
+from gyre.proxy.rendering import TAIL_TOKENS, Rendering
+from gyre.proxy.volatile import SystemPrompts
+from gyre.trajectory.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -25,33 +26,28 @@ class Prompt:
 
     base: CallId | None
     suffix: array[int]
-    token_ids: array[int]
+    tokens: int
+    """Of the whole prompt."""
 
 
 class Prompts:
-    """`history(call)` gives a call's prompt and output, `output(call)` its output."""
+    """The prompts of the run whose calls are in `tree`. One that extends a call costs what is new in it."""
 
-    def __init__(
-        self,
-        rendering: Rendering,
-        history: Callable[[CallId], tuple[array[int], array[int]]],
-        output: Callable[[CallId], array[int]],
-    ) -> None:
+    def __init__(self, rendering: Rendering, tree: Tree, systems: SystemPrompts) -> None:
         self._rendering = rendering
-        self._history = history
-        self._output = output
-        self._systems: dict[bytes, str] = {}
+        self._tree = tree
+        self._systems = systems
 
     def of(self, conversation: Conversation, walk: Walk) -> Prompt:
         if walk.base is not None:
-            prompt, output = self._history(walk.base)
-            new = [self._pinned(message) for message in conversation.messages[walk.new_from :]]
-            suffix = self._extended(prompt, output, new, walk.turns[walk.new_from :], conversation.tools)
+            tail, output = self._tree.prompt_tail(walk.base, TAIL_TOKENS), self._tree.output_ids(walk.base)
+            new = [self._systems.rendered(message) for message in conversation.messages[walk.new_from :]]
+            suffix = self._extended(tail, output, new, walk.turns[walk.new_from :], conversation.tools)
             if suffix is not None:
-                return Prompt(walk.base, suffix, prompt + output + suffix)
-        messages = [self._pinned(message) for message in conversation.messages]
+                return Prompt(walk.base, suffix, self._tree.end_tokens(walk.base) + len(suffix))
+        messages = [self._systems.rendered(message) for message in conversation.messages]
         whole = self._whole(messages, walk.turns, conversation.tools)
-        return Prompt(None, whole, whole)
+        return Prompt(None, whole, len(whole))
 
     def _whole(
         self, messages: Sequence[Message], turns: Sequence[CallId | None], tools: Sequence[Mapping[str, Any]]
@@ -84,7 +80,7 @@ class Prompts:
                 if place == len(messages):
                     return None  # a conversation that ends with an assistant's turn asks for no new one
                 turn = turns[place]
-                ids = self._output(turn) if turn is not None else self._rendering.assistant(messages[place], tools)
+                ids = self._tree.output_ids(turn) if turn is not None else self._rendering.assistant(messages[place])
                 if ids is None:
                     return None
                 output = array("i", ids)
@@ -100,9 +96,3 @@ class Prompts:
             if end == len(messages):
                 return added
             prompt, output, place = array("i", bridge), None, end
-
-    def _pinned(self, message: Message) -> Message:
-        """A system prompt as it was first seen in this run, whatever volatile part of it has changed since."""
-        if message.speaker is not Speaker.SYSTEM:
-            return message
-        return replace(message, text=self._systems.setdefault(message_key(message), without_headers(message.text)))

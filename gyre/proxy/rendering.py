@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +32,12 @@ _FAMILY_OF_MODEL_TYPE = {
     "qwen3_5": "qwen3.5",
     "qwen3_vl": "qwen3-vl",
 }
-_TAIL_TOKENS = 512
+TAIL_TOKENS = 512
 """As much of a recorded prompt's end as a bridge looks at: its generation prompt, and some room."""
+
+_OFTEN_LETTERS = 32
+"""Texts up to this length are kept encoded: what a template puts between messages comes again with each of them."""
+_ANY_USER: list[Any] = [{"role": "user", "content": "-"}]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class ParsedOutput:
     reasoning: str
     tool_calls: tuple[tuple[str, str], ...]
     """(name, arguments as JSON text)."""
+    reasoning_tokens: int
 
 
 class Rendering:
@@ -63,6 +69,10 @@ class Rendering:
             reason = str(error).splitlines()[0]
             raise BadInput("model.renderer", config.name, f"it does not fit the model's tokenizer: {reason}") from error
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self._thought_end: int | None = self._tokenizer.convert_tokens_to_ids("</think>")
+        self._any_opening = self._rendered(_ANY_USER, (), generation=True)
+        self._any_output = [*self._tokenizer.encode("ok"), self.stop_token_ids[0]]
+        self._another_turn = self._between_turns()
 
     # ------------------------------------------------------------------------------------------ messages to ids
 
@@ -78,27 +88,30 @@ class Rendering:
     ) -> list[int] | None:
         """The ids that follow `prompt` + `output` when `messages` come next, up to the next generation prompt.
 
-        Costs the new messages only. None where this family cannot go on behind recorded ids.
+        Costs the new messages only. Without any, one more turn of the assistant's begins. None where this family cannot
+        go on behind recorded ids.
         """
         if not messages:
-            return None
-        tail = list(prompt[-_TAIL_TOKENS:])
+            ended = bool(output) and output[-1] in self.stop_token_ids
+            return self._another_turn and [*self.stop_token_ids[: not ended], *self._another_turn]
+        tail = list(prompt[-TAIL_TOKENS:])
         suffix = self._bridged(tail, list(output), messages, tools)
         if suffix is None:
             # The output does not parse as a turn (thinking that was never closed, say): end it, and go on behind it.
-            suffix = self._bridged(*self._plain_turn(), messages, tools)
+            suffix = self._bridged(self._any_opening, self._any_output, messages, tools)
             if suffix is not None and not (output and output[-1] in self.stop_token_ids):
                 suffix = [self.stop_token_ids[0], *suffix]
         return suffix
 
-    def assistant(self, message: Message, tools: Sequence[Any]) -> list[int] | None:
-        """The ids of an assistant's turn not sampled here, as they stand behind a generation prompt, or None."""
-        before = [{"role": "user", "content": "-"}]
-        opening = self._rendered(before, tools, generation=True)
-        whole = self._rendered([*before, *_plain([message])], tools, generation=False)
-        if whole[: len(opening)] != opening:
+    def assistant(self, message: Message) -> list[int] | None:
+        """The ids of an assistant's turn not sampled here, as they stand behind a generation prompt, or None.
+
+        They are the same whatever tools are offered: those stand at a prompt's beginning.
+        """
+        whole = self._rendered([*_ANY_USER, *_plain([message])], (), generation=False)
+        if whole[: len(self._any_opening)] != self._any_opening:
             return None
-        turn = whole[len(opening) :]
+        turn = whole[len(self._any_opening) :]
         ends = [place for place, token in enumerate(turn) if token in self.stop_token_ids]
         return turn[: ends[-1] + 1] if ends else turn
 
@@ -119,20 +132,25 @@ class Rendering:
         ids = list(bridged.token_ids)
         return ids[len(known) :] if ids[: len(known)] == known else None
 
-    def _plain_turn(self) -> tuple[list[int], list[int]]:
-        prompt = self._rendered([{"role": "user", "content": "-"}], (), generation=True)
-        return prompt, [*self._tokenizer.encode("ok"), self.stop_token_ids[0]]
+    def _between_turns(self) -> list[int] | None:
+        """The ids from an assistant's turn's end to the next generation prompt, where nothing stands between."""
+        turn = Message(Speaker.ASSISTANT, "ok")
+        ids = self.assistant(turn)
+        if not ids or ids[-1] not in self.stop_token_ids:
+            return None
+        whole = self._rendered([*_ANY_USER, *_plain([turn])], (), generation=True)
+        return whole[len(self._any_opening) + len(ids) :]
 
     # ------------------------------------------------------------------------------------------ ids to messages
 
     def parse(self, output: Sequence[int], prompt: Sequence[int]) -> ParsedOutput:
         """What the policy said in `output`, sampled behind `prompt`."""
         try:
-            parsed = self._renderer.parse_response(list(output), prompt_ids=list(prompt[-_TAIL_TOKENS:]))
+            parsed = self._renderer.parse_response(list(output), prompt_ids=list(prompt[-TAIL_TOKENS:]))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
             # A policy may sample anything; what the family's parser cannot take is plain text.
             ids = [token for token in output if token not in self.stop_token_ids]
-            return ParsedOutput(text=self.decode(ids), reasoning="", tool_calls=())
+            return ParsedOutput(text=self.decode(ids), reasoning="", tool_calls=(), reasoning_tokens=0)
         text, calls = parsed.content, list[tuple[str, str]]()
         for call in parsed.tool_calls:
             name, arguments = call.name, _arguments(call.arguments)
@@ -140,7 +158,15 @@ class Rendering:
                 calls.append((name, arguments))
             else:
                 text += f"<tool_call>\n{call.raw}\n</tool_call>"
-        return ParsedOutput(text=text, reasoning=parsed.reasoning_content or "", tool_calls=tuple(calls))
+        reasoning = parsed.reasoning_content or ""
+        return ParsedOutput(text, reasoning, tuple(calls), self._reasoning_tokens(output, reasoning))
+
+    def _reasoning_tokens(self, output: Sequence[int], reasoning: str) -> int:
+        if not reasoning:
+            return 0
+        if self._thought_end is None:
+            return len(self._tokenizer.encode(reasoning))
+        return list(output).index(self._thought_end) + 1 if self._thought_end in output else len(output)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -241,6 +267,7 @@ class _Tokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault of the file
             raise BadInput("model.path", str(model_dir), f"a readable tokenizer.json is needed ({error})") from error
+        self._often = lru_cache(maxsize=1024)(self._encoded)
         self.name_or_path = ""
         self.unk_token_id: int | None = self._tokenizer.token_to_id("<unk>")
         self.eos_token_id: int | None = next(
@@ -253,7 +280,11 @@ class _Tokenizer:
         )
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._often(text) if len(text) <= _OFTEN_LETTERS else self._encoded(text))
+
+    def _encoded(self, text: str) -> list[int]:
+        # A batch of one: `encode` would hold the interpreter for as long as it takes, and every run with it.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

@@ -1,4 +1,8 @@
-"""Which engine a call goes to: a pure function of the routes and of what is in flight."""
+"""Which engine a call goes to: pure functions of the routes, of what is in flight, and of what the engines hold.
+
+A run stays with the engine that holds its prefix for as long as that serves it without slowing. So an engine that joins
+gets new runs, and those that their own has no slot for; and when one leaves, its runs move and no others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 from gyre.actors.messages import EngineRoute
 from gyre.ids import CellId
 
-CROWDING = 4
-"""Requests by which a run's own engine may be fuller than the emptiest one before the run moves: a moved run leaves
-its cached prefix behind, a crowded engine is slower for all."""
+OVERBOOKING = 2
+"""Requests that an engine is given for each of its slots; the others wait in the gateway's queue, where they are still
+free to go elsewhere."""
+UNEVEN = 4
+"""Engines differ noticeably when one has more in flight than another by its slots over this: for less than that no run
+leaves its prefix behind, and for more no shared prefix is worth going to a full engine."""
 
 
 def open_engines(routes: Iterable[EngineRoute], version: int, closed: Collection[CellId]) -> dict[CellId, EngineRoute]:
@@ -21,13 +28,27 @@ def open_engines(routes: Iterable[EngineRoute], version: int, closed: Collection
     }
 
 
+def has_room(route: EngineRoute, in_flight: int) -> bool:
+    """Whether the engine can take one more request now."""
+    return in_flight < route.slots * OVERBOOKING
+
+
 def choose(
-    engines: Mapping[CellId, EngineRoute], in_flight: Mapping[CellId, int], home: CellId | None
+    engines: Mapping[CellId, EngineRoute],
+    in_flight: Mapping[CellId, int],
+    home: CellId | None,
+    held: Mapping[CellId, int],
 ) -> CellId | None:
-    """The cell for a run's next request: the one it was on, unless that is crowded; else the emptiest; None if none."""
-    if not engines:
+    """The cell for a request now, among open engines; None while no engine has room.
+
+    `home` is where the request's own prefix was computed, or its run's last request; `held` the tokens of it that
+    others have computed on a cell (a group's runs begin with one prompt).
+    """
+    load = {cell: in_flight.get(cell, 0) for cell, route in engines.items() if has_room(route, in_flight.get(cell, 0))}
+    if not load:
         return None
-    emptiest = min(engines, key=lambda cell: (in_flight.get(cell, 0), cell))
-    if home is not None and home in engines and in_flight.get(home, 0) <= in_flight.get(emptiest, 0) + CROWDING:
+    lowest = min(load.values())
+    near = [cell for cell, count in load.items() if count <= lowest + max(1, engines[cell].slots // UNEVEN)]
+    if home is not None and home in load and (home in near or load[home] < engines[home].slots):
         return home
-    return emptiest
+    return min(near, key=lambda cell: (-held.get(cell, 0), load[cell], cell))

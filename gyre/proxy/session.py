@@ -8,22 +8,27 @@ it, tells `end` what was sampled and `deliver` that the harness has it, and jour
 from __future__ import annotations
 
 import json
+import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gyre.actors.messages import OpenRun
+from gyre.harness.wire import GENERIC, Wire
 from gyre.ids import CallId
-from gyre.proxy.conversation import Answer, Conversation, Finish, Reply, ToolCall, answer_key, digest
+from gyre.proxy.calls import Call, call_of, started
+from gyre.proxy.conversation import Answer, Conversation, Finish, Reply, ToolCall, digest
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.faults import bad_request, too_long
 from gyre.proxy.prompts import Prompt, Prompts
 from gyre.proxy.recognition import Threads, Walk
 from gyre.proxy.rendering import Rendering
-from gyre.proxy.roles import Roles, opening
+from gyre.proxy.roles import Course, Part, Roles
 from gyre.proxy.sampling import Cached, Ending, Stretch
 from gyre.proxy.stops import before_stop
+from gyre.proxy.volatile import SystemPrompts
+from gyre.trajectory.forks import ForkReason, explain
 from gyre.trajectory.journal import (
     CallDelivered,
     CallEnded,
@@ -34,43 +39,21 @@ from gyre.trajectory.journal import (
 )
 from gyre.trajectory.records import LineageRole, RunTrace
 from gyre.trajectory.selection import describe
-from gyre.trajectory.tree import Tree
+from gyre.trajectory.tree import Fork, Tree
 
-
-@dataclass
-class Call:
-    """One call, from its request on. The tokens of an ended call are in the tree and nowhere else."""
-
-    id: CallId
-    seq: int
-    digest: bytes
-    dialect: str
-    started_unix_s: float
-    thread: bytes
-    role: LineageRole
-    base: CallId | None
-    suffix: array[int]
-    max_tokens: int
-    stop: tuple[str, ...]
-    seed: int | None
-    output: array[int] = field(default_factory=lambda: array("i"))
-    """What was sampled so far, until the call has ended; so are the next two."""
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    versions: array[int] = field(default_factory=lambda: array("i"))
-    answer: Answer | None = None
-    cached: Cached | None = None
-    """Where its prompt and output were computed last."""
-
-
-_RENDERED = frozenset({"messages", "system", "tools"})
-"""Fields of a body that its prompt's tokens hold, and that the journal need not repeat."""
+_AROUND_FORK_TOKENS = 48
+"""As much of each side of an unexplained fork as is told."""
+_log = logging.getLogger(__name__)
 
 
 class Session:
     """One attempt of one run, open."""
 
-    def __init__(self, opened: OpenRun, rendering: Rendering, dialects: Mapping[str, Dialect]) -> None:
+    def __init__(
+        self, opened: OpenRun, rendering: Rendering, dialects: Mapping[str, Dialect], wire: Wire = GENERIC
+    ) -> None:
         self.opened = opened
+        self.wire = wire
         self.tree = Tree(opened.run, opened.attempt)
         self.failure = ""
         """Why the run was stopped, or empty."""
@@ -78,24 +61,26 @@ class Session:
         self.interrupted_calls = 0
         self.recomputed_tokens = 0
         self.max_silence_s = 0.0
+        self.forks: Counter[ForkReason] = Counter()
         self._rendering = rendering
         self._dialects = dialects
         self._calls: dict[CallId, Call] = {}
         self._by_digest: dict[bytes, Call] = {}
         self._seq = 0
-        self._threads = Threads()
-        self._roles = Roles()
-        self._prompts = Prompts(
-            rendering,
-            lambda call: (self.tree.prompt_ids(call), self.tree.output_ids(call)),
-            self.tree.output_ids,
-        )
+        self._undelivered: set[CallId] = set()
+        """Answered calls of which it is not known that the harness has the answer."""
+        self._ends: dict[Part, Call] = {}
+        self._systems = SystemPrompts(wire)
+        self._threads = Threads(self._systems)
+        self._roles = Roles(wire, self._systems)
+        self._course = Course()
+        self._prompts = Prompts(rendering, self.tree, self._systems)
 
     # ------------------------------------------------------------------------------------------ a call's life
 
-    def find(self, body_digest: bytes) -> Call | None:
-        """The call that a request with this digest repeats."""
-        return self._by_digest.get(body_digest)
+    def find(self, body_digest: bytes, headers: Mapping[str, str]) -> Call | None:
+        """The call that a request with this digest repeats: two sub-agents may ask the same, and mean two answers."""
+        return self._by_digest.get(self._identity(body_digest, headers))
 
     def outgrown(self, call: Call, conversation: Conversation, context_tokens: int) -> bool:
         """Whether an equal request asks for more than `call` could say: the harness had it, cut at its limit."""
@@ -115,19 +100,21 @@ class Session:
         now_unix_s: float,
     ) -> tuple[Call, list[JournalRecord]]:
         """A new call. Raises Fault(TOO_LONG) or Fault(BAD_REQUEST), and has then changed nothing."""
-        walk = self._threads.walk(conversation)
+        walk = self._walk(conversation, headers)
         prompt = self._prompt(conversation, walk)
-        room = context_tokens - len(prompt.token_ids)
+        room = context_tokens - prompt.tokens
         if room < 1:
-            raise too_long(len(prompt.token_ids), context_tokens)
+            raise too_long(prompt.tokens, context_tokens)
+        part = self._roles.of(conversation, headers)
         call = Call(
             id=CallId(f"{self.opened.run}.{self.opened.attempt}.{self._seq}"),
             seq=self._seq,
-            digest=body_digest,
+            digest=self._identity(body_digest, headers),
             dialect=dialect.name,
             started_unix_s=now_unix_s,
-            thread=walk.thread,
-            role=self._roles.of(conversation, headers),
+            chain=walk.chain,
+            part=part,
+            circumstances=self._course.next(part, walk),
             base=prompt.base,
             suffix=prompt.suffix,
             max_tokens=self._limit(conversation, room),
@@ -137,42 +124,20 @@ class Session:
         self._seq += 1
         self._enter(call)
         # Answers that the harness sends back have reached it, whatever was thought before.
-        returned = [self.deliver(turn) for turn in walk.turns if turn is not None]
-        records: list[JournalRecord] = [record for record in returned if record is not None]
-        kept = {key: value for key, value in body.items() if key not in _RENDERED}
-        request = {
-            "thread": walk.thread.hex(),
-            "opening": opening(conversation).hex(),
-            "stop": list(conversation.stop),
-            "seed": conversation.seed,
-            "body": kept,
-        }
-        records.append(
-            CallStarted(
-                call=call.id,
-                seq=call.seq,
-                started_unix_s=now_unix_s,
-                dialect=call.dialect,
-                digest=body_digest,
-                role=call.role,
-                base=call.base,
-                suffix=call.suffix.tobytes(),
-                max_tokens=call.max_tokens,
-                request=json.dumps(request).encode(),
-            )
-        )
-        return call, records
+        back = self._undelivered.intersection(walk.turns) if self._undelivered else ()
+        returned = [self.deliver(turn) for turn in back]
+        return call, [*(record for record in returned if record is not None), started(call, body)]
 
     def count_tokens(self, conversation: Conversation) -> int:
         """Tokens of the prompt that the conversation would have now."""
-        return len(self._prompt(conversation, self._threads.walk(conversation)).token_ids)
+        return self._prompt(conversation, self._walk(conversation, {})).tokens
 
     def prompt_of(self, call: Call) -> array[int]:
         if call.id in self.tree:
             return self.tree.prompt_ids(call.id)
         if call.base is None:
             return call.suffix
-        return self.tree.prompt_ids(call.base) + self.tree.output_ids(call.base) + call.suffix
+        return self.tree.history_ids(call.base) + call.suffix
 
     def known_before(self, call: Call) -> Cached | None:
         """Where the history that the call builds upon was computed."""
@@ -201,7 +166,9 @@ class Session:
             "silence_s": round(ending.max_silence_s, 6),
         }
         call.cached = ending.cached
-        minted = self._settle(call, plain)
+        minted, fork = self._settle(call, plain)
+        if fork is not None and self._reason(call, fork) is ForkReason.UNEXPLAINED:
+            _log.warning("run %s: an unexplained fork\n%s", self.opened.run, self._sides(fork))
         return CallEnded(call=call.id, finish=ending.finish.value, minted=minted, answer=json.dumps(plain).encode())
 
     def fail(self, call: Call, *, seen: bool) -> None:
@@ -215,6 +182,7 @@ class Session:
         if self.tree.delivered(call):
             return None
         self.tree.deliver(call)
+        self._undelivered.discard(call)
         return CallDelivered(call=call)
 
     def reply(self, call: Call, model: str) -> Reply:
@@ -227,15 +195,17 @@ class Session:
 
     @property
     def answered_calls(self) -> int:
-        return sum(1 for call in self.tree.calls if self.tree.delivered(call))
+        return self.tree.delivered_calls
 
-    def latest(self) -> Call | None:
-        """The call that ended last: what the run's next request most likely builds upon."""
-        ended = self.tree.calls
-        return self._calls[ended[-1]] if ended else None
+    def ends(self) -> list[Call]:
+        """The call that each thread ended with so far, the newest first: what the run's next requests build upon."""
+        return list(reversed(self._ends.values()))
 
     def trace(self, j_max: int) -> tuple[RunTrace, tuple[Any, ...]]:
-        """The run's figures and its selected lineages."""
+        """The run's figures and its selected lineages. The tree is checked: what is wrong with it is among the figures."""
+        faults = self.tree.check()
+        for fault in faults:
+            _log.error("run %s: its tree is not sound: %s", self.opened.run, fault)
         lineages = self.tree.select(j_max)
         infos = tuple(describe(lineage) for lineage in lineages)
         trace = RunTrace(
@@ -251,6 +221,8 @@ class Session:
             prefix_tokens_recomputed=self.recomputed_tokens,
             max_silence_s=self.max_silence_s,
             failure=self.failure,
+            forks={reason.value: count for reason, count in self.forks.items()},
+            faults=faults,
         )
         return trace, lineages
 
@@ -267,7 +239,7 @@ class Session:
                 case CallEnded() if (call := self._calls.get(entry.call)) is not None:
                     self._settle(call, json.loads(entry.answer))
                 case CallDelivered() if entry.call in self.tree:
-                    self.tree.deliver(entry.call)
+                    self.deliver(entry.call)
                 case _:
                     pass
 
@@ -283,6 +255,13 @@ class Session:
             # Whichever turn it is in: text that no tokenizer takes, say, or arguments too deep to be read.
             raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
 
+    def _walk(self, conversation: Conversation, headers: Mapping[str, str]) -> Walk:
+        name = self._roles.thread_name(headers)
+        return self._threads.walk(conversation.messages, conversation.tools, name)
+
+    def _identity(self, body_digest: bytes, headers: Mapping[str, str]) -> bytes:
+        return digest(body_digest, self._roles.thread_name(headers))
+
     def _limit(self, conversation: Conversation, room: int) -> int:
         """Tokens that the request's answer may have, where the context has room for `room`."""
         return min(room, self.opened.max_tokens, conversation.max_tokens or self.opened.max_tokens)
@@ -291,8 +270,8 @@ class Session:
         self._calls[call.id] = call
         self._by_digest[call.digest] = call
 
-    def _settle(self, call: Call, end: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take an ended call in, from its own end or the journal's; returns the ids that were minted for it."""
+    def _settle(self, call: Call, end: Mapping[str, Any]) -> tuple[tuple[str, ...], Fork | None]:
+        """Take an ended call in, from its own end or the journal's; returns the ids minted for it, and its fork."""
         # A suffix ends with the generation prompt: all of the prompt that parsing looks at.
         parsed = self._rendering.parse(call.output, call.suffix)
         dialect, stem = self._dialects[call.dialect], self._stem(call)
@@ -300,9 +279,18 @@ class Session:
             ToolCall(dialect.mint(stem, place), name, arguments)
             for place, (name, arguments) in enumerate(parsed.tool_calls)
         )
-        self.tree.add_call(
-            call.id, call.base, call.suffix, call.output, call.logprobs, call.versions, call.role, delivered=False
+        role = call.part.role
+        fork = self.tree.add_call(
+            call.id, call.base, call.suffix, call.output, call.logprobs, call.versions, role, delivered=False
         )
+        self._undelivered.add(call.id)
+        if role in (LineageRole.MAIN, LineageRole.SUB_AGENT):
+            self._ends.pop(call.part, None)
+            self._ends[call.part] = call
+        if call.base is not None:
+            self._undelivered.discard(call.base)
+        if fork is not None:
+            self.forks[self._reason(call, fork)] += 1
         call.answer = Answer(
             text=before_stop(parsed.text, end["stop_sequence"]),
             reasoning=parsed.reasoning,
@@ -311,36 +299,34 @@ class Session:
             stop_sequence=end["stop_sequence"],
             prompt_tokens=self.tree.prompt_tokens(call.id),
             output_tokens=len(call.output),
+            reasoning_tokens=parsed.reasoning_tokens,
             cached_tokens=end["cached_tokens"],
         )
         minted = self.reply(call, "").ids()
-        self._threads.add(call.id, call.thread, answer_key(call.answer.text, calls), minted)
+        self._threads.add(call.id, call.chain, call.part.thread.name, call.answer, minted)
         self.continued_calls += end["continued"]
         self.recomputed_tokens += end["recomputed_tokens"]
         self.max_silence_s = max(self.max_silence_s, end["silence_s"])
         call.suffix, call.output, call.logprobs, call.versions = array("i"), array("i"), array("f"), array("i")
-        return minted
+        return minted, fork
+
+    def _reason(self, call: Call, fork: Fork) -> ForkReason:
+        return explain(fork, call.part.role, call.circumstances, self.tree.delivered(fork.beside))
+
+    def _sides(self, fork: Fork) -> str:
+        """Both sides of a fork as text, from a little before it."""
+        shared = fork.shared_tokens
+        sides = [f"cause: {fork.cause.value}, after {shared} tokens"]
+        for call in (fork.beside, fork.call):
+            around = self.tree.history_ids(call)[max(0, shared - _AROUND_FORK_TOKENS) : shared + _AROUND_FORK_TOKENS]
+            sides.append(f"{call}: {self._rendering.decode(around)!r}")
+        return "\n".join(sides)
 
     def _restore_call(self, entry: CallStarted) -> None:
-        request = json.loads(entry.request)
-        suffix = array("i")
-        suffix.frombytes(entry.suffix)
-        call = Call(
-            id=entry.call,
-            seq=entry.seq,
-            digest=entry.digest,
-            dialect=entry.dialect,
-            started_unix_s=entry.started_unix_s,
-            thread=bytes.fromhex(request["thread"]),
-            role=entry.role,
-            base=entry.base,
-            suffix=suffix,
-            max_tokens=entry.max_tokens,
-            stop=tuple(request["stop"]),
-            seed=request["seed"],
-        )
+        call = call_of(entry)
         self._seq = max(self._seq, entry.seq + 1)
-        self._roles.restore(entry.role, bytes.fromhex(request["opening"]))
+        self._roles.restore(call.part)
+        self._course.restore(call.part)
         self._enter(call)
 
     def _stem(self, call: Call) -> str:
@@ -351,6 +337,7 @@ class Session:
 def opened_record(opened: OpenRun) -> RunOpened:
     return RunOpened(
         run=opened.run,
+        group=opened.group,
         attempt=opened.attempt,
         key=opened.key,
         profile=opened.profile,

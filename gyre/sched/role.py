@@ -136,8 +136,9 @@ def _towards_rollout(state: CellState) -> Turn:
 
 
 def _begin(state: CellState, role: Role, stage: Stage, *actions: Action) -> Turn:
+    """The role is told first: a new gyred must never find an engine in another state than the role told last says."""
     report = (Report(role),) if role is not state.role else ()
-    return replace(state, role=role, stage=stage, serial=state.serial + 1), (*actions, *report)
+    return replace(state, role=role, stage=stage, serial=state.serial + 1), (*report, *actions)
 
 
 def _end(state: CellState) -> CellState:
@@ -319,7 +320,7 @@ def _start_engine(state: CellState, reason: str) -> Turn:
         failed = Report(Role.FAILED, f"the engine was started {START_TRIES} times and does not serve: {reason}")
         return replace(state, role=Role.FAILED), (*abandoned, StopEngine(), failed)
     state, begun = _begin(replace(state, engine_tries=state.engine_tries + 1), Role.RESUMING, Stage.ENGINE)
-    return state, (RestartEngine(), *begun)
+    return state, (*begun, RestartEngine())
 
 
 def _lost_replica(state: CellState) -> tuple[CellState, tuple[Action, ...]]:

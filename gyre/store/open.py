@@ -8,15 +8,35 @@ from gyre.errors import BadInput
 from gyre.store.embedded import EmbeddedStore
 from gyre.store.protocol import Store
 
-_ALLOWED = "sqlite:///absolute/path, sqlite:relative/path, or memory:"
+_ALLOWED = "sqlite:///absolute/path, sqlite:relative/path, memory:, or etcd://host:2379,host:2379/cluster"
 
 
 def open_store(url: str, *, read_only: bool = False) -> Store:
     """The store at `url`. Raises BadInput for a URL that names none, StoreLocked when another process writes to it."""
     if url == "memory:":
         return EmbeddedStore.open(None)
+    if url.startswith("etcd:"):
+        return _etcd(url, read_only)
     scheme, _, rest = url.partition(":")
     path = rest.removeprefix("//")
     if scheme != "sqlite" or not path or path.endswith("/"):
         raise BadInput("store url", url, f"give {_ALLOWED}")
     return EmbeddedStore.open(Path(path), read_only=read_only)
+
+
+def cluster_of(url: str) -> str | None:
+    """The cluster that a store URL names; None for an embedded store, which holds one job's."""
+    from gyre.store.etcd.address import EtcdAddress  # here, so that nobody loads it who needs no etcd
+
+    return EtcdAddress.parse(url).cluster if url.startswith("etcd:") else None
+
+
+def _etcd(url: str, read_only: bool) -> Store:
+    from gyre.store.etcd.address import EtcdAddress
+
+    address = EtcdAddress.parse(url)
+    try:
+        from gyre.store.etcd.store import EtcdStore  # here, so that nobody loads grpc who needs no etcd
+    except ModuleNotFoundError as error:
+        raise BadInput("store url", url, f"it needs {error.name}: pip install 'gyre[cluster]'") from error
+    return EtcdStore(address, read_only=read_only)

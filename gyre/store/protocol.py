@@ -24,8 +24,9 @@ from typing import Literal, Protocol
 
 from gyre.errors import BadInput, GyreError, Unavailable
 
-MAX_TXN_OPS = 128
-"""The most compares, and the most puts, deletes and gets together, of one transaction (etcd's own limit)."""
+MAX_TXN_OPS = 127
+"""The most compares, and the most puts, deletes and gets together, of one transaction: etcd's limit, less one that its
+back end adds."""
 MAX_TXN_BYTES = 1024 * 1024
 """The most bytes of keys and values in one transaction. Big data never enters the store."""
 
@@ -41,8 +42,8 @@ class Compacted(GyreError):
 class LeaseLost(GyreError):
     """The lease expired or was revoked; the keys that hung on it are gone."""
 
-    def __init__(self, lease: int) -> None:
-        super().__init__(f"lease {lease} is no more: it expired or was revoked")
+    def __init__(self, lease: int, why: str = "it expired or was revoked") -> None:
+        super().__init__(f"lease {lease} is no more: {why}")
         self.lease = lease
 
 

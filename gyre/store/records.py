@@ -89,6 +89,13 @@ class CellRoleRecord:
     traceparent: str
     version: int
     """The weight version the cell last reported; -1 before the first."""
+    rested: int = 0
+    """The last epoch in which the cell came to rest, wherever that was."""
+
+    @property
+    def came_back(self) -> bool:
+        """The cell could not do what was ordered last, and serves or trains as before."""
+        return self.rested == self.epoch and self.observed not in (self.desired, Role.FAILED)
 
 
 @record("snapshot")

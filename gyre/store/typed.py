@@ -1,17 +1,29 @@
-"""The store in records: what is read is validated, what is written is packed, and nobody does either by hand."""
+"""The store in records: what is read is validated, what is written is packed, and nobody does either by hand.
+
+While the store does not answer, reads and commits wait for it, so that its absence is a pause and no failure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from gyre.store.protocol import KeyValue, Put, Store, Txn, TxnResult, commit
+from gyre.errors import Unavailable
+from gyre.store.protocol import KeyValue, Put, Store, StoreClosed, Txn, TxnResult, commit
 from gyre.wire import pack, unpack
 
 T = TypeVar("T")
 _PAGE = 500
+
+log = logging.getLogger(__name__)
+
+AWAY_S = 600.0
+"""How long the store may be away before who waits for it fails."""
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class TypedStore:
         self.store = store
 
     async def get(self, key: str, cls: type[T]) -> Versioned[T] | None:
-        kv = await self.store.get(key)
+        kv = await _patiently(lambda: self.store.get(key))
         return None if kv is None else versioned(kv, cls)
 
     async def range(self, prefix: str, cls: type[T], *, suffix: str = "") -> Listing[T]:
@@ -72,7 +84,11 @@ class TypedStore:
         items: list[Versioned[T]] = []
         after, revision = "", 0
         while True:
-            page = await self.store.range(prefix, limit=_PAGE, after=after, revision=revision)
+            page = await _patiently(
+                lambda after=after, revision=revision: self.store.range(
+                    prefix, limit=_PAGE, after=after, revision=revision
+                )
+            )
             items += [versioned(kv, cls) for kv in page.items if kv.key.endswith(suffix)]
             revision = page.revision
             if not page.more:
@@ -95,4 +111,22 @@ class TypedStore:
         return (await self.store.txn(puts=(put_record(key, record, lease),))).revision
 
     async def commit(self, txn: Txn) -> TxnResult:
-        return await commit(self.store, txn)
+        """One that was carried out though its answer was lost is carried out again, and then its compares fail: who
+        asked finds, on reading, that what is there is its own."""
+        return await _patiently(lambda: commit(self.store, txn))
+
+
+async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """`call`, and again while the store does not answer: what was going on goes on when it is back."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + AWAY_S
+    while True:
+        try:
+            return await call()
+        except StoreClosed:
+            raise
+        except Unavailable as error:
+            if loop.time() > until_s:
+                raise
+            log.warning("the state store does not answer, and is asked again: %s", error)
+        await asyncio.sleep(RETRY_S)

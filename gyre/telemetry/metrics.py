@@ -1,6 +1,6 @@
 """The metrics of a node and of a gateway, for Prometheus: every name, its unit and its meaning in one place.
 
-A process makes the one object that it needs and renders it at its `/metrics`. `prometheus_client` brings an HTTP server
+A process makes the one object that it needs and renders it when it is asked (docs/metrics.md). `prometheus_client` brings an HTTP server
 and its memory with it, so gyred imports this module only when its metrics are asked for.
 """
 
@@ -68,6 +68,17 @@ class GatewayMetrics(Metrics):
         )
         self.continued_calls = Counter(
             "gyre_continued_calls", "Calls carried on elsewhere or on new weights.", registry=to
+        )
+        self.forks = Counter(
+            "gyre_forks", "Branches in the trees of closed runs, by why they began.", ["cause"], registry=to
+        )
+        self.tree_faults = Counter(
+            "gyre_tree_faults",
+            "Breaches of the lineages' invariant in closed runs; not 0 is a fault of ours.",
+            registry=to,
+        )
+        self.replica_behind_bytes = Gauge(
+            "gyre_journal_replica_behind_bytes", "Bytes of journals that the peer is not known to have.", registry=to
         )
         self.silence_s = Histogram(
             "gyre_silence_seconds", "Extra silence that a re-route put into an answer.", buckets=_STAGE_S, registry=to

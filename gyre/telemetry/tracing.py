@@ -4,9 +4,9 @@
     with tracing.span("switch", cell=cell) as switch:
         with tracing.span("drain"):                       # a child: spans nest by context
             ...
-        await gateway.ask(DrainEngine(..., traceparent=switch.traceparent))
+        await peer.ask(Work(..., traceparent=switch.traceparent))
     # in the other process
-    with tracing.span("drain engine", message.traceparent):
+    with tracing.span("its part of it", message.traceparent):
         ...
 
 What begins in one message and ends in another is a span from `start`, ended by `Span.end`. The ring needs no collector,
@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gyre.actors.messages import SpanRecord
+from gyre.actors.messages_gyrectl import SpanRecord
 from gyre.errors import BadInput
 from gyre.telemetry.waterfall import waterfall
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gyre.actors.messages import SpanRecord
+from gyre.actors.messages_gyrectl import SpanRecord
 
 _NAME_COLUMNS = 40
 _BAR_COLUMNS = 40

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import xxhash
 
 from gyre.errors import BadInput
-from gyre.ids import CallId, RunId
+from gyre.ids import CallId, GroupId, RunId
 from gyre.trajectory.records import LineageRole
 from gyre.wire import pack_any, record, unpack_any
 
@@ -36,6 +36,7 @@ class RunOpened:
     """The first record of a journal: what the gateway must know to let the run's requests in again."""
 
     run: RunId
+    group: GroupId
     attempt: int
     key: str
     profile: str

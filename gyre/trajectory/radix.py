@@ -103,10 +103,27 @@ class Radix:
     def gather(self, values: array[Any], nodes: Sequence[int]) -> array[Any]:
         """The entries of one of the flat arrays along `nodes`."""
         gathered = array(values.typecode)
+        start = end = 0
         for node in nodes:
-            start = self.start[node]
-            gathered.extend(values[start : start + self.length[node]])
+            if self.start[node] != end:  # what one thread added in a row lies in a row, and is copied at once
+                gathered.extend(values[start:end])
+                start = self.start[node]
+            end = self.start[node] + self.length[node]
+        gathered.extend(values[start:end])
         return gathered
+
+    def tail(self, node: int, tokens: int) -> array[int]:
+        """The last `tokens` ids of the path to the end of `node`; all of it where that has fewer."""
+        pieces: list[array[int]] = []
+        while node != ROOT and tokens > 0:
+            end = self.start[node] + self.length[node]
+            pieces.append(self.ids[max(self.start[node], end - tokens) : end])
+            tokens -= len(pieces[-1])
+            node = self.parent[node]
+        out = array("i")
+        for piece in reversed(pieces):
+            out.extend(piece)
+        return out
 
     def survey(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
         """From one walk over all tokens: by node, the crc32 of the whole path to its end; and its (entry, exit) order.

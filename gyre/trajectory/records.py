@@ -7,7 +7,7 @@ replicas (the lineages). Token arrays travel as little-endian bytes, so that a l
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gyre.ids import RunId
@@ -99,3 +99,7 @@ class RunTrace:
     """The longest extra silence that a re-route put into one of its answers, in seconds."""
     failure: str
     """Why the gateway stopped the run (a full disk), or an empty string."""
+    forks: dict[str, int] = field(default_factory=dict[str, int])
+    """Branches of the tree by why they began (gyre.trajectory.forks.ForkReason)."""
+    faults: tuple[str, ...] = ()
+    """What is wrong with the tree, one line a fault (a lineage that does not grow by extension); empty where it is sound."""

@@ -85,6 +85,8 @@ class Tree:
         self._calls: list[_Call] = []
         self._by_id: dict[CallId, _Call] = {}
         self._radix = Radix()
+        self._delivered_calls = 0
+        self._delivered_tokens = 0
 
     # ------------------------------------------------------------------------------------------------ adding
 
@@ -130,7 +132,7 @@ class Tree:
             id=call,
             order=order,
             role=role,
-            delivered=delivered,
+            delivered=False,
             base=extended.order if extended else -1,
             prompt_node=prompt_node,
             end_node=end_node,
@@ -141,14 +143,16 @@ class Tree:
         self._calls.append(added)
         self._by_id[call] = added
         if extended:
-            extended.delivered = True
+            self._deliver(extended)
+        if delivered:
+            self._deliver(added)
         if fork:
             self.forks[fork.cause] += 1
         return fork
 
     def deliver(self, call: CallId) -> None:
         """The call's answer reached the harness whole."""
-        self._call(call).delivered = True
+        self._deliver(self._call(call))
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -163,9 +167,19 @@ class Tree:
         return len(self._radix.ids)
 
     @property
+    def last(self) -> CallId | None:
+        """The call that was added last."""
+        return self._calls[-1].id if self._calls else None
+
+    @property
+    def delivered_calls(self) -> int:
+        """Calls whose answer reached the harness."""
+        return self._delivered_calls
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens the policy sampled in answers that reached the harness."""
-        return sum(call.output_tokens for call in self._calls if call.delivered)
+        return self._delivered_tokens
 
     def __contains__(self, call: CallId) -> bool:
         return call in self._by_id
@@ -182,9 +196,28 @@ class Tree:
     def output_tokens(self, call: CallId) -> int:
         return self._call(call).output_tokens
 
+    def end_tokens(self, call: CallId) -> int:
+        """Tokens of the call's prompt and output."""
+        return self._radix.depth[self._call(call).end_node]
+
+    def parent(self, call: CallId) -> CallId | None:
+        """The call whose sampled tokens are the last ones in this call's prompt; None where it has none."""
+        node = self._call(call).prompt_node
+        while node != ROOT and not self._radix.sampled[node]:
+            node = self._radix.parent[node]
+        return None if node == ROOT else self._calls[self._radix.maker[node]].id
+
     def prompt_ids(self, call: CallId) -> array[int]:
         """The call's exact prompt."""
         return self._radix.gather(self._radix.ids, self._radix.path(self._call(call).prompt_node))
+
+    def prompt_tail(self, call: CallId, tokens: int) -> array[int]:
+        """The last `tokens` of the call's prompt, at the cost of those."""
+        return self._radix.tail(self._call(call).prompt_node, tokens)
+
+    def history_ids(self, call: CallId) -> array[int]:
+        """The call's prompt and output: what a prompt that extends it begins with."""
+        return self._radix.gather(self._radix.ids, self._radix.path(self._call(call).end_node))
 
     def output_ids(self, call: CallId) -> array[int]:
         """The call's exact output."""
@@ -217,11 +250,30 @@ class Tree:
         seen: set[int] = set()
         return tuple(self._lineage(index, view, seen) for index, view in enumerate(choose(self.lineages(), j_max)))
 
+    def counted(self, j_max: int) -> tuple[tuple[LineageView, ...], dict[CallId, int]]:
+        """The selected lineages without their tokens, and how many of each call's sampled tokens they count."""
+        views = choose(self.lineages(), j_max)
+        seen: set[int] = set()
+        counts: Counter[CallId] = Counter()
+        for view in views:
+            path = self._radix.path(self._call(view.leaf).end_node)
+            for node in path:
+                if node not in seen and self._countable(node):
+                    counts[self._calls[self._radix.maker[node]].id] += self._radix.length[node]
+            seen.update(path)
+        return views, dict(counts)
+
     def check(self) -> tuple[str, ...]:
         """What is wrong with the tree, one line a fault; empty when it is sound. Costs one walk over the tokens."""
         return (*self._radix.faults(), *self._call_faults())
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _deliver(self, call: _Call) -> None:
+        if not call.delivered:
+            call.delivered = True
+            self._delivered_calls += 1
+            self._delivered_tokens += call.output_tokens
 
     def _call(self, call: CallId, field: str = "call") -> _Call:
         found = self._by_id.get(call)

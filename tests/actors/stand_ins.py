@@ -14,7 +14,7 @@ from gyre.config import BatchSection, HarnessSection, JobSection, JobSpec, Model
 from gyre.errors import GyreError
 from gyre.harness.confine import UNCONFINED
 from gyre.harness.launch import Launcher
-from gyre.harness.profiles import profile
+from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import Task
 from gyre.ids import GroupId, NodeId, RunId, TaskId
 from gyre.jobdir import JobDir
@@ -77,7 +77,7 @@ def a_site(tmp_path: Path, spec: JobSpec = SPEC) -> Site:
         secret=job.secret(),
         source=NoTasks(),
         sandbox=UNCONFINED,
-        launcher=Launcher(children, job.state, profile("scripted"), None, UNCONFINED),
+        launcher=Launcher(children, job.state, profile("scripted"), Settings(), UNCONFINED),
         hidden=(),
         active_before_s=0.0,
     )

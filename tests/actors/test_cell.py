@@ -15,7 +15,6 @@ from gyre.actors.cell import CellActor
 from gyre.actors.cell_processes import AdoptedEngine
 from gyre.actors.messages import (
     Authority,
-    CellStatus,
     Claim,
     ClaimMicroStep,
     CoreLeaving,
@@ -27,6 +26,7 @@ from gyre.actors.messages import (
     Ok,
     RouteChanged,
 )
+from gyre.actors.messages_gyrectl import CellStatus
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
 from gyre.actors.site import Site
 from gyre.children import ExitStatus
@@ -278,6 +278,9 @@ async def test_a_switch_there_and_back_and_its_record(tmp_path: Path, monkeypatc
         there, back = await bench.switches()
         assert (there.start, there.end, there.moved_requests, there.moved_blocks) == (Role.ROLLOUT, Role.TRAIN, 2, 3)
         assert [stage.stage for stage in there.stages] == ["drain", "release", "load"]
+        (drain,) = (span for span in bench.site.tracing.spans(there.trace_id) if span.name == "drain")
+        told = {name: drain.attributes[name] for name in ("requests", "moved_blocks", "stop_s", "move_s")}
+        assert told == {"requests": "2", "moved_blocks": "3", "stop_s": "0.1", "move_s": "0.2"}
         assert (back.start, back.end, back.reason) == (Role.TRAIN, Role.ROLLOUT, "")
 
 

@@ -38,6 +38,7 @@ from gyre.actors.site import Site
 from gyre.errors import Refused, StorageFull, Unavailable
 from gyre.ids import CellId
 from gyre.store.election import campaign_txn, elected
+from gyre.store.protocol import Delete, Txn
 from gyre.store.records import GroupRecord, GroupState, LeaderRecord, SnapshotRecord, StepRecord
 
 from .stand_ins import DEADLINE_S, CoreReplica, a_site, first_records, settle_group, until
@@ -136,6 +137,8 @@ async def a_bench(tmp_path: Path) -> AsyncIterator[Bench]:
         served = system.spawn("replica", lambda: replica)
         async with serve(served, site.child_address("replica-c0"), site.secret):
             site.refs["core"] = system.spawn("core", lambda: CoreActor(site), restart=Backoff(initial_s=0.01))
+            await until(lambda: told)  # a core actor that begins has the replica begin anew with it
+            told.clear()
             yield Bench(site, site.core, replica, told)
             for name in ("core", "replica"):
                 await (site.core if name == "core" else served).stop()
@@ -274,6 +277,40 @@ async def test_a_step_on_less_than_the_batch_is_not_published(tmp_path: Path) ->
         assert await bench.ship(await claimed_batch(bench))
         (step,) = await bench.until_step(1)
         assert step.metrics["trained_tokens"] == 40
+
+
+async def lead_anew(site: Site) -> int:
+    """Another leader's token, the one before being deposed."""
+    lease = await site.store.store.lease(600.0)
+    await site.store.commit(Txn(deletes=(Delete(site.keys.leader),)))
+    token = elected(await site.store.commit(campaign_txn(site.keys, LeaderRecord(site.node, ""), lease.id)), lease.id)
+    assert token is not None
+    return token
+
+
+async def test_a_step_taken_while_nobody_leads_is_published_by_the_next_leaders_token(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        work = await whole_batch(bench)
+        bench.replica.hold[OptimizerStep] = held = asyncio.Event()
+        assert await bench.ship(work)
+        token = await lead_anew(bench.site)
+        held.set()
+        await bench.until_progress(lambda progress: progress.step_due)
+        assert await bench.steps() == []
+        bench.core.tell(Lead(token))
+        await bench.until_step(1)
+        assert len(bench.replica.stepped) == 1, "the step is not taken again"
+
+
+async def test_a_deposed_leaders_token_that_comes_late_changes_nothing(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        work = await whole_batch(bench)
+        token = await lead_anew(bench.site)
+        bench.core.tell(Lead(token))
+        bench.core.tell(Lead(token - 1))
+        bench.core.tell(Lead(0))
+        assert await bench.ship(work)
+        await bench.until_step(1)
 
 
 async def test_a_core_that_leaves_waits_for_its_step_and_steps_no_more(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from gyre.actors.gateway import GatewayActor
+from gyre.actors.journal_replica_process import ReplicaKeeper
 from gyre.actors.messages import (
     CloseRun,
     EngineRoute,
@@ -24,18 +25,22 @@ from gyre.actors.messages import (
     OpenRun,
     RouteChanged,
 )
+from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
 from gyre.actors.site import Site
 from gyre.children import Child
-from gyre.config import ServerSection
+from gyre.config import JournalSection, ServerSection
 from gyre.demo import builtin
-from gyre.ids import CellId, RunId
+from gyre.engine.access import http_key
+from gyre.ids import CellId, GroupId, RunId
+from gyre.proxy.journal_writer import look_at_journal
+from gyre.proxy.replication import JournalReplica
 from gyre.trajectory.records import RunTrace
 
 from .stand_ins import DEADLINE_S, SPEC, a_site, first_records, until
 
-RUN = OpenRun(RunId("r1"), 1, "a-key", "scripted", 1.0, 16)
-ROUTE = EngineRoute(CellId("c0"), "http://127.0.0.1:9", 0, accepting=False)
+RUN = OpenRun(RunId("r1"), GroupId("g1"), 1, "a-key", "scripted", 1.0, 16)
+ROUTE = EngineRoute(CellId("c0"), "http://127.0.0.1:9", 0, accepting=False, slots=4)
 
 
 class Scheduler(Actor):
@@ -48,8 +53,11 @@ class Scheduler(Actor):
 
 
 @asynccontextmanager
-async def a_gateway(tmp_path: Path, server: ServerSection | None = None) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
-    site = a_site(tmp_path, SPEC if server is None else SPEC.model_copy(update={"server": server}))
+async def a_gateway(
+    tmp_path: Path, server: ServerSection | None = None, journal: JournalSection | None = None
+) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
+    sections = {"server": server or SPEC.server, "journal": journal or SPEC.journal}
+    site = a_site(tmp_path, SPEC.model_copy(update=sections))
     site.model_dir = builtin.model_dir("builtin:tiny", tmp_path)
     await first_records(site)
     failed: list[JobFailed] = []
@@ -129,7 +137,7 @@ async def test_a_run_that_closed_as_the_process_died_is_no_fault(tmp_path: Path)
         assert RUN.run not in site.open_runs
 
 
-async def test_an_engine_is_asked_with_the_secret_of_the_job(tmp_path: Path) -> None:
+async def test_an_engine_is_asked_with_a_key_of_the_jobs_secret_and_never_with_the_secret(tmp_path: Path) -> None:
     seen: list[tuple[str, str]] = []
 
     async def engine(request: web.Request) -> web.StreamResponse:
@@ -156,9 +164,21 @@ async def test_an_engine_is_asked_with_the_secret_of_the_job(tmp_path: Path) -> 
             # The next process ends what the one before has left with the engine.
             await until(lambda: any(path == "/abort_request" for path, _ in seen))
             await asyncio.gather(call, return_exceptions=True)
-            assert {sent for _, sent in seen} == {f"Bearer {site.secret}"}
+            assert {sent for _, sent in seen} == {f"Bearer {http_key(site.secret)}"}
+            assert all(site.secret not in sent for _, sent in seen)
     finally:
         await runner.cleanup()
+
+
+async def test_metrics_are_for_who_can_read_the_jobs_state(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as (site, _), aiohttp.ClientSession() as http:
+        url = f"{(await status(site)).base_url}/metrics"
+        file = site.job.secret_file.with_name("metrics.key")
+        assert file.stat().st_mode & 0o077 == 0
+        for key, expected in ((file.read_text(), 200), (site.secret, 401), ("", 401)):
+            async with http.get(url, headers={"Authorization": f"Bearer {key}"}) as response:
+                assert response.status == expected
+                assert ("gyre_open_runs" in await response.text()) == (expected == 200)
 
 
 async def test_a_process_that_cannot_run_fails_the_job_with_its_reason(tmp_path: Path) -> None:
@@ -169,3 +189,21 @@ async def test_a_process_that_cannot_run_fails_the_job_with_its_reason(tmp_path:
         async with a_gateway(tmp_path, ServerSection(port=port)) as (_, failed):
             await until(lambda: bool(failed))
             assert f"server.port: {port}" in failed[0].reason
+
+
+async def test_a_run_has_a_copy_of_its_journal_where_the_job_file_says(tmp_path: Path) -> None:
+    async with ActorSystem.running("peer") as system:
+        keeper = system.spawn("keeper", lambda: ReplicaKeeper(JournalReplica(tmp_path / "copies")))
+        with closing(socket.socket()) as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        settings = JournalSection(replicate_to=f"127.0.0.1:{port}")
+        async with (
+            a_gateway(tmp_path, journal=settings) as (site, _),
+            serve(keeper, f"tcp:{settings.replicate_to}", site.secret),
+        ):
+            await site.gateway.ask(RUN, DEADLINE_S, Ok)
+            here, there = site.job.journal / "open" / "r1" / "1", tmp_path / "copies" / "open" / "r1" / "1"
+            await until(lambda: there.is_dir() and look_at_journal(there) == look_at_journal(here))
+            await site.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace)
+            await until((tmp_path / "copies" / "closed" / "r1.1").is_dir)

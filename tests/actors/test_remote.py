@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import signal
 import socket
@@ -10,143 +11,37 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgpack
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from gyre.actors import frames
+from gyre.actors import frames, handshake
+from gyre.actors.inspection import ActorList, ListActors
 from gyre.actors.remote import RemoteRef, Server, connect, serve
-from gyre.actors.runtime import Actor, ActorFailed, ActorStopped, ActorSystem, LocalRef, MailboxFull, handles
-from gyre.errors import BadInput, GyreError, Refused, StorageFull, Unavailable
-from gyre.wire import record
+from gyre.actors.runtime import ActorFailed, ActorStopped, ActorSystem, LocalRef, MailboxFull
+from gyre.errors import BadInput, GyreError, Refused, Unavailable
+from gyre.wire import pack_any
+
+from .peer_actor import (
+    ERRORS,
+    AnswerOddly,
+    Echo,
+    Fail,
+    Gate,
+    Keep,
+    Kept,
+    Peer,
+    Undeclared,
+    Wait,
+)
 
 SECRET = "between us"
 LIMIT_S = 30.0
-
-
-@record("test_remote.echo")
-@dataclass(frozen=True)
-class Echo:
-    """-> Echo."""
-
-    data: bytes
-    after_s: float = 0.0
-
-
-@record("test_remote.wait")
-@dataclass(frozen=True)
-class Wait:
-    """-> Wait, when the gate opens; other messages are taken meanwhile."""
-
-    number: int
-
-
-@record("test_remote.block")
-@dataclass(frozen=True)
-class Block:
-    """Like Wait, but nothing else is taken meanwhile."""
-
-
-@record("test_remote.keep")
-@dataclass(frozen=True)
-class Keep:
-    """-> Kept."""
-
-    number: int
-
-
-@record("test_remote.kept")
-@dataclass(frozen=True)
-class Kept:
-    numbers: tuple[int, ...]
-
-
-@record("test_remote.fail")
-@dataclass(frozen=True)
-class Fail:
-    kind: str
-
-
-@record("test_remote.undeclared")
-@dataclass(frozen=True)
-class AnswerOddly:
-    """Answered with something that is no record."""
-
-
-@dataclass(frozen=True)
-class Undeclared:
-    pass
-
-
-class EngineDown(Unavailable):
-    """A kind of error that the other side's process does not know."""
-
-
-ERRORS: dict[str, Callable[[], Exception]] = {
-    "Refused": lambda: Refused("the token is stale"),
-    "BadInput": lambda: BadInput("port", 0, "1 to 65535 are allowed"),
-    "Unavailable": lambda: Unavailable("no engine"),
-    "StorageFull": lambda: StorageFull("the disk is full"),
-    "GyreError": lambda: GyreError("something"),
-}
-
-
-class Gate:
-    """What messages to the peer wait at."""
-
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.reached = asyncio.Event()
-
-    def open(self) -> None:
-        self.opened.set()
-
-    async def block(self, peer: LocalRef) -> None:
-        """Have the peer busy until the gate opens."""
-        peer.tell(Block())
-        await self.reached.wait()
-
-
-class Peer(Actor):
-    def __init__(self, gate: Gate) -> None:
-        self.kept: list[int] = []
-        self.gate = gate
-
-    @handles(Wait, concurrent=True)
-    async def wait(self, message: Wait) -> Wait:
-        await self.gate.opened.wait()
-        return message
-
-    @handles(Block)
-    async def block(self, _: Block) -> None:
-        self.gate.reached.set()
-        await self.gate.opened.wait()
-
-    @handles(Echo, concurrent=True)
-    async def echo(self, message: Echo) -> Echo:
-        await asyncio.sleep(message.after_s)
-        return message
-
-    @handles(Keep)
-    async def keep(self, message: Keep) -> Kept:
-        self.kept.append(message.number)
-        return Kept(tuple(self.kept))
-
-    @handles(Fail)
-    async def fail(self, message: Fail) -> None:
-        if message.kind == "ValueError":
-            raise ValueError("unforeseen")
-        if message.kind == "EngineDown":
-            raise EngineDown("the engine is down")
-        raise ERRORS[message.kind]()
-
-    @handles(AnswerOddly)
-    async def answer_oddly(self, _: AnswerOddly) -> Undeclared:
-        return Undeclared()
 
 
 @pytest.fixture
@@ -304,7 +199,7 @@ async def test_a_server_that_does_not_know_the_secret_gets_no_message(tmp_path: 
     got: list[bytes] = []
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for reply in ([frames.PROTOCOL, "me", b"n" * 16], [b"p" * 32]):
+        for reply in ([handshake.PROTOCOL, "", "me", b"n" * 16], [b"p" * 32]):
             data = msgpack.packb(reply)
             writer.write(len(data).to_bytes(4, "big") + data)
             got.append(await reader.read(4096))
@@ -319,24 +214,31 @@ async def test_a_server_that_does_not_know_the_secret_gets_no_message(tmp_path: 
     assert b"confidential" not in b"".join(got)
 
 
-async def test_a_peer_of_another_protocol_version_is_refused_by_both_sides(server: Server, tmp_path: Path) -> None:
+async def test_a_peer_of_another_protocol_is_refused_and_both_sides_say_it_in_one_line(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer, ours = handshake.PROTOCOL + 1, handshake.PROTOCOL
     reader, writer = await _open(server.address)
     await _read(reader)
-    nonce = b"c" * 16
-    _write(writer, [frames.PROTOCOL + 1, nonce, b"x" * 32])
-    assert (await _read(reader))[0] == "refused"
+    _write(writer, [newer, "a shape", "of its own"])
+    assert await _read(reader) == ["refused", f"the peer speaks protocol {ours}, we speak {newer}"]
     assert await reader.read() == b""
     writer.close()
+    assert f"closed: the peer was refused: the peer speaks protocol {newer}, we speak {ours}" in caplog.text
 
-    async def newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _write(writer, [frames.PROTOCOL + 1, "me", b"n" * 16])
-        await reader.read()
+    told: asyncio.Queue[object] = asyncio.Queue()
+
+    async def future(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _write(writer, [newer, "another shape"])
+        told.put_nowait(await _read(reader))
         writer.close()
 
     path = tmp_path / "newer.sock"
-    async with await asyncio.start_unix_server(newer, path), connect(f"unix:{path}", SECRET) as remote:
-        with pytest.raises(Refused, match=f"speaks protocol {frames.PROTOCOL + 1}"):
+    async with await asyncio.start_unix_server(future, path), connect(f"unix:{path}", SECRET) as remote:
+        with pytest.raises(Refused, match=f"the peer speaks protocol {newer}, we speak {ours}"):
             await remote.ready(LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            assert await told.get() == ["refused", f"the peer speaks protocol {ours}, we speak {newer}"]
 
 
 @pytest.mark.parametrize(
@@ -362,30 +264,36 @@ async def test_junk_instead_of_a_greeting_ends_only_its_own_connection(
 
 
 @pytest.mark.parametrize(
-    "junk",
+    ("junk", "reason"),
     [
-        (frames.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"x",
-        (1).to_bytes(4, "big") + msgpack.packb(7),
-        (4).to_bytes(4, "big") + msgpack.packb(["a", 1, 2]),
+        (
+            (frames.MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"x" * 1_000_000,
+            f"a frame of {frames.MAX_FRAME_BYTES + 1} bytes is over the limit of {frames.MAX_FRAME_BYTES}",
+        ),
+        ((1).to_bytes(4, "big") + msgpack.packb(7), "a frame has a wrong shape"),
+        ((5).to_bytes(4, "big") + msgpack.packb(["a", 1, 2]), "a frame has a wrong shape"),
+        ((3).to_bytes(4, "big") + b"\xc1\xc1\xc1", "a frame is not msgpack"),
     ],
 )
-async def test_a_friend_who_sends_a_frame_too_large_or_misshapen_is_cut_off(server: Server, junk: bytes) -> None:
-    reader, writer = await _open(server.address)
-    assert await frames.introduce(reader, writer, SECRET) == server.incarnation
+async def test_a_friend_who_sends_a_frame_too_large_or_misshapen_is_told_why_and_cut_off(
+    server: Server, junk: bytes, reason: str
+) -> None:
+    reader, writer = await _friend(server)
     writer.write(junk)
     async with asyncio.timeout(LIMIT_S):
+        bye = await _read(reader)
+        assert (bye[0], bye[4]) == (frames.BYE, reason.encode())
         assert await reader.read() == b""
     writer.close()
 
 
 async def test_a_body_that_is_no_message_is_answered_as_bad_input(server: Server) -> None:
-    reader, writer = await _open(server.address)
-    await frames.introduce(reader, writer, SECRET)
-    await frames.send(writer, frames.Frame(frames.ASK, 1, 5.0, msgpack.packb(["no such record", {}])))
-    answer = await frames.receive(reader)
-    assert answer is not None
-    assert answer.kind == frames.ERROR
-    assert "no such record" in str(frames.unpack_error(answer.body))
+    reader, writer = await _friend(server)
+    _write(writer, [frames.ASK, 1, 5.0, "", msgpack.packb(["no such record", {}])])
+    kind, number, _, _, body = await _read(reader)
+    assert (kind, number) == (frames.ERROR, 1)
+    assert isinstance(body, bytes)
+    assert "no such record" in str(frames.unpack_error(body))
     writer.close()
 
 
@@ -415,6 +323,7 @@ async def test_an_address_in_use_is_refused_and_its_owner_goes_on(server: Server
         ("unix:/" + "x" * 200, "at most 107 bytes"),
         ("http://127.0.0.1", "are allowed"),
         ("", "are allowed"),
+        ("tls:192.0.2.1:80", "between processes of a machine"),
     ],
 )
 async def test_an_address_that_cannot_be_is_refused_in_one_line(peer: LocalRef, bad: str, named: str) -> None:
@@ -486,6 +395,145 @@ async def test_a_full_mailbox_of_the_peer_is_told_to_an_ask(remote: RemoteRef, p
         await remote.ask(Keep(100), LIMIT_S, Kept)
     gate.open()
     assert await remote.ask(Echo(b""), LIMIT_S, Echo)
+
+
+async def test_one_who_asks_and_takes_no_answers_costs_bounded_memory_and_hurts_nobody_else(
+    server: Server, remote: RemoteRef, peer: LocalRef
+) -> None:
+    reader, writer = await _friend(server)
+    body = pack_any(Echo(bytes(64 * 1024)))
+    for number in range(1500):  # 96 MB of answers that nobody reads
+        _write(writer, [frames.ASK, number, 1000.0, "", body])
+        if number % 20 == 0:
+            assert await remote.ask(Echo(b"well"), LIMIT_S, Echo) == Echo(b"well")
+    handled = (await peer.ask(ListActors(), LIMIT_S, ActorList)).actors[0].totals.handled
+    assert handled < 500  # 4 MB of ours, and what the kernel's buffers take
+    answers = 0
+    async with asyncio.timeout(LIMIT_S):
+        while answers < 1500:
+            kind, _, _, _, told = await _read(reader)
+            assert kind == frames.ANSWER or b"waiting" in told or b"wait until" in told  # type: ignore[operator]
+            answers += 1
+    writer.close()
+
+
+async def test_one_who_takes_nothing_at_all_is_cut_off(
+    server: Server, remote: RemoteRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre.actors.pipe.STALL_S", 0.2)
+    reader, writer = await _friend(server)
+    body = pack_any(Echo(bytes(1 << 20)))
+    for number in range(40):
+        _write(writer, [frames.ASK, number, 1000.0, "", body])
+    await asyncio.sleep(1.0)
+
+    async def read_all() -> None:
+        while True:
+            await _read(reader)
+
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await asyncio.wait_for(read_all(), LIMIT_S)
+    writer.close()
+    assert await remote.ask(Echo(b"well"), LIMIT_S, Echo) == Echo(b"well")
+
+
+async def test_more_asks_at_a_time_than_are_allowed_end_the_connection(tmp_path: Path) -> None:
+    async with ActorSystem.running("test") as system:
+        peer = system.spawn("peer", lambda: Peer(Gate()), mailbox_messages=5000)
+        async with serve(peer, f"unix:{tmp_path}/peer.sock", SECRET) as server:
+            reader, writer = await _friend(server)
+            body = pack_any(Wait(1))
+            for number in range(2001):
+                _write(writer, [frames.ASK, number, 1000.0, "", body])
+            async with asyncio.timeout(LIMIT_S):
+                frame = await _read(reader)
+            assert frame[0] == frames.BYE
+            assert b"more than 1000 asks at a time" in frame[4]  # type: ignore[operator]
+            writer.close()
+            async with connect(server.address, SECRET) as remote:
+                assert await remote.ask(Echo(b"well"), LIMIT_S, Echo) == Echo(b"well")
+
+
+async def test_an_asker_sends_no_more_than_the_peer_may_have_in_hand_and_the_rest_waits_its_turn(
+    tmp_path: Path,
+) -> None:
+    gate = Gate()
+    async with ActorSystem.running("test") as system:
+        peer = system.spawn("peer", lambda: Peer(gate), mailbox_messages=5000)
+
+        async def beside() -> int:
+            return (await peer.ask(ListActors(), LIMIT_S, ActorList)).actors[0].beside
+
+        async with (
+            serve(peer, f"unix:{tmp_path}/peer.sock", SECRET) as server,
+            connect(server.address, SECRET) as remote,
+        ):
+            await remote.ready(LIMIT_S)
+            asks = [asyncio.create_task(remote.ask(Wait(number), LIMIT_S, Wait)) for number in range(1900)]
+            async with asyncio.timeout(LIMIT_S):
+                while (await beside()) < 1000:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert await beside() == 1000
+            gate.open()
+            assert [await ask for ask in asks] == [Wait(number) for number in range(1900)]
+
+
+@given(cut=st.integers(0, 900), asks=st.integers(1, 4))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_a_connection_cut_at_any_byte_repeats_nothing_and_loses_only_what_was_under_way(
+    peer: LocalRef, tmp_path_factory: pytest.TempPathFactory, cut: int, asks: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    async with serve(peer, f"unix:{folder}/peer.sock", SECRET) as server, Cut(server.address, folder, cut) as relay:
+        before = (await peer.ask(Keep(-1), LIMIT_S, Kept)).numbers
+        async with connect(relay.address, SECRET) as remote:
+            tried = await asyncio.gather(
+                *(remote.ask(Keep(number), LIMIT_S, Kept) for number in range(asks)), return_exceptions=True
+            )
+            assert all(isinstance(each, Kept | Unavailable) for each in tried)
+            relay.cut_after_bytes = None
+            with suppress(Unavailable):  # it may be this one that meets the cut
+                await remote.ask(Keep(100), LIMIT_S, Kept)
+            assert (await remote.ask(Keep(101), LIMIT_S, Kept)).numbers[-1] == 101
+        kept = (await peer.ask(Keep(102), LIMIT_S, Kept)).numbers[len(before) :]
+        answered = [number for number, each in enumerate(tried) if isinstance(each, Kept)]
+        assert list(kept) == sorted(set(kept))
+        assert set(answered) <= set(kept)
+
+
+class Cut:
+    """A relay that ends connections once so many bytes have passed, both ways together; None: no more."""
+
+    def __init__(self, address: str, folder: Path, cut_after_bytes: int) -> None:
+        self.address = f"unix:{folder}/cut.sock"
+        self.cut_after_bytes: int | None = cut_after_bytes
+        self._behind = address.removeprefix("unix:")
+
+    async def __aenter__(self) -> Cut:
+        self._server = await asyncio.start_unix_server(self._accepted, self.address.removeprefix("unix:"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def relay(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(4096):
+                left = self.cut_after_bytes
+                sink.write(data if left is None else data[:left])
+                if left is not None:
+                    self.cut_after_bytes = max(0, left - len(data))
+                    if len(data) >= left:
+                        return
+
+        far_reader, far_writer = await asyncio.open_unix_connection(self._behind)
+        relays = [asyncio.ensure_future(each) for each in (relay(reader, far_writer), relay(far_reader, writer))]
+        await asyncio.wait(relays, return_when=asyncio.FIRST_COMPLETED)
+        for each in relays:
+            each.cancel()
+        for end in (writer, far_writer):
+            end.close()
 
 
 async def test_after_close_everything_that_waits_is_told(server: Server) -> None:
@@ -603,6 +651,19 @@ async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
         return await asyncio.open_unix_connection(address.removeprefix("unix:"))
     host, port = address.removeprefix("tcp:").split(":")
     return await asyncio.open_connection(host, int(port), family=socket.AF_INET)
+
+
+async def _friend(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has been let in, to speak on it by hand."""
+    reader, writer = await _open(server.address)
+    _, _, incarnation, nonce = await _read(reader)
+    assert incarnation == server.incarnation
+    assert isinstance(nonce, bytes)
+    ours = b"o" * 16
+    proof = hmac.digest(SECRET.encode(), b"client" + nonce + ours, "sha256")
+    _write(writer, [handshake.PROTOCOL, "", "a friend", ours, proof])
+    assert await _read(reader) == [hmac.digest(SECRET.encode(), b"server" + nonce + ours, "sha256")]
+    return reader, writer
 
 
 def _write(writer: asyncio.StreamWriter, plain: object) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.actors.inspection import ActorInfo, ActorList, ListActors, totals_by_kind
 from gyre.actors.runtime import (
     NEVER,
     Actor,
@@ -20,9 +21,11 @@ from gyre.actors.runtime import (
     ActorStopped,
     ActorSystem,
     Backoff,
+    Died,
     Failure,
     LocalRef,
     MailboxFull,
+    Overflow,
     handles,
 )
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
@@ -317,6 +320,114 @@ def test_two_handlers_of_one_message_are_an_error_of_the_class() -> None:
             async def other(self, _: Note) -> None: ...
 
 
+# ------------------------------------------------------------------------------------------------ overflow, priority
+
+
+def test_where_the_newest_says_all_the_oldest_tell_makes_room_and_an_ask_is_still_refused() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk, mailbox_messages=3, overflow=Overflow.DROP_OLDEST)
+            clerk.tell(Sleep(5))
+            await asyncio.sleep(1)
+            asked = asyncio.create_task(clerk.ask(Note("asked"), 60, Note))
+            await asyncio.sleep(0)
+            for text in "abcd":
+                clerk.tell(Note(text))
+            with pytest.raises(MailboxFull, match="s/clerk has 3 messages waiting"):
+                await clerk.ask(Note("too many"), 60, Note)
+            assert await asked == Note("asked")
+            assert await notes(clerk) == ("asked", "c", "d")
+            (info,) = (await clerk.ask(ListActors(), 1, ActorList)).actors
+            assert (info.totals.dropped, info.totals.refused) == (2, 1)
+
+    virtually(scenario())
+
+
+def test_where_only_asks_wait_none_makes_room_for_a_tell() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk, mailbox_messages=1, overflow=Overflow.DROP_OLDEST)
+            clerk.tell(Sleep(5))
+            await asyncio.sleep(1)
+            asked = asyncio.create_task(clerk.ask(Note("asked"), 60, Note))
+            await asyncio.sleep(0)
+            with pytest.raises(MailboxFull):
+                clerk.tell(Note("told"))
+            assert await asked == Note("asked")
+
+    virtually(scenario())
+
+
+@dataclass(frozen=True)
+class Urgent:
+    text: str
+
+
+class Hurried(Clerk):
+    @handles(Urgent, control=True)
+    async def write_first(self, message: Urgent) -> Note:
+        self.notes.append(message.text)
+        return Note(message.text)
+
+
+def test_a_control_message_goes_before_the_others_and_has_room_of_its_own() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Hurried, mailbox_messages=2)
+            clerk.tell(Note("first"))
+            clerk.tell(Urgent("told before its class was known to be urgent"))
+            await asyncio.sleep(0)
+            clerk.tell(Sleep(5))
+            await asyncio.sleep(1)
+            clerk.tell(Note("a"))
+            clerk.tell(Note("b"))
+            with pytest.raises(MailboxFull):
+                clerk.tell(Note("c"))
+            clerk.tell(Urgent("1"))
+            clerk.tell(Urgent("2"))
+            with pytest.raises(MailboxFull):
+                clerk.tell(Urgent("3"))
+            await asyncio.sleep(10)
+            assert await notes(clerk) == (
+                *("told before its class was known to be urgent", "first"),
+                *("1", "2", "a", "b"),
+            )
+
+    virtually(scenario())
+
+
+def test_control_is_taken_while_as_many_concurrent_handlers_run_as_may() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Hurried, mailbox_messages=1)
+            clerk.tell(SleepBeside(50))
+            await asyncio.sleep(1)
+            assert await clerk.ask(Urgent("now"), 1, Note) == Note("now")
+            assert now_s() == 1
+
+    virtually(scenario())
+
+
+def test_a_handler_is_control_or_concurrent_and_a_subclass_may_change_its_mind() -> None:
+    with pytest.raises(TypeError, match="Note cannot be both concurrent and control"):
+        handles(Note, concurrent=True, control=True)
+
+    class Calm(Hurried):
+        @handles(Urgent)
+        async def write_in_turn(self, message: Urgent) -> Note:
+            self.notes.append(message.text)
+            return Note(message.text)
+
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            calm = system.spawn("calm", Calm)
+            calm.tell(Note("a"))
+            calm.tell(Urgent("b"))
+            assert await notes(calm) == ("a", "b")
+
+    virtually(scenario())
+
+
 # ------------------------------------------------------------------------------------------------ asks
 
 
@@ -344,6 +455,132 @@ def test_an_ask_given_up_before_its_turn_is_not_handled() -> None:
             await asyncio.sleep(0)
             given_up.cancel()
             assert await notes(clerk) == ()
+
+    virtually(scenario())
+
+
+@dataclass(frozen=True)
+class PassOn:
+    """Ask the next clerk to sleep, with a deadline of one's own, in one of three ways."""
+
+    s: float
+    deadline_s: float
+    how: str = "at once"
+
+
+class Middle(Actor):
+    def __init__(self, clerk: LocalRef) -> None:
+        self.clerk = clerk
+        self.met: list[str] = []
+
+    @handles(PassOn)
+    async def pass_on(self, message: PassOn) -> Sleep:
+        ask = self.clerk.ask(Sleep(message.s), message.deadline_s, Sleep)
+        if message.how == "as a task of its own":
+            self.task(ask, lambda _: Note("done"), lambda error: Note(str(error)))
+            return Sleep(0)
+        try:
+            return await (asyncio.create_task(ask) if message.how == "in a task" else ask)
+        except Unavailable as error:
+            self.met.append(f"at {now_s():g}: {error}")
+            raise
+
+    @handles(Note)
+    async def met_in_task(self, note: Note) -> None:
+        self.met.append(f"at {now_s():g}: {note.text}")
+
+    @handles(Notes)
+    async def read(self, _: Notes) -> Notes:
+        return Notes(tuple(self.met))
+
+
+@pytest.mark.parametrize("how", ["at once", "in a task"])
+def test_an_ask_made_for_an_ask_ends_with_the_patience_of_its_asker(how: str) -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            middle = system.spawn("middle", lambda: Middle(clerk))
+            with pytest.raises(Unavailable):
+                await middle.ask(PassOn(100, 1000, how), 2, Sleep)
+            assert now_s() == 2
+            assert await middle.ask(Notes(), 1, Notes) == Notes(("at 2: s/clerk did not answer Sleep within 2 s",))
+            assert now_s() == 2
+
+    virtually(scenario())
+
+
+def test_the_smaller_of_two_deadlines_counts_and_none_is_left_over_for_the_next_message() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            middle = system.spawn("middle", lambda: Middle(clerk))
+            with pytest.raises(Unavailable, match="s/clerk did not answer Sleep within 1 s"):
+                await middle.ask(PassOn(5, 1), 60, Sleep)
+            assert now_s() == 1
+            middle.tell(PassOn(10, 1000))
+            assert await middle.ask(Notes(), 100, Notes) == Notes(("at 1: s/clerk did not answer Sleep within 1 s",))
+            assert now_s() == 15
+
+    virtually(scenario())
+
+
+def test_what_an_actor_does_on_its_own_account_outlives_the_ask_in_which_it_began() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            middle = system.spawn("middle", lambda: Middle(clerk))
+            assert await middle.ask(PassOn(10, 60, "as a task of its own"), 2, Sleep) == Sleep(0)
+            await asyncio.sleep(20)
+            assert await middle.ask(Notes(), 1, Notes) == Notes(("at 10: done",))
+
+    virtually(scenario())
+
+
+def test_when_the_time_of_a_request_is_over_nothing_more_is_asked_for_it() -> None:
+    class Late(Actor):
+        def __init__(self, clerk: LocalRef, met: list[str]) -> None:
+            self.clerk = clerk
+            self.met = met
+
+        @handles(Sleep)
+        async def sleep_then_ask(self, message: Sleep) -> Note:
+            await asyncio.sleep(message.s)
+            try:
+                return await self.clerk.ask(Note("too late"), 60, Note)
+            except Unavailable as error:
+                self.met.append(str(error))
+                raise
+
+    async def scenario() -> None:
+        met: list[str] = []
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            late = system.spawn("late", lambda: Late(clerk, met))
+            with pytest.raises(Unavailable):
+                await late.ask(Sleep(5), 2, Note)
+            await asyncio.sleep(10)
+            assert met == ["s/clerk is not asked Note: the time of the request it is for is over"]
+            assert await notes(clerk) == ()
+
+    virtually(scenario())
+
+
+def test_a_child_begun_for_an_ask_has_all_the_time_that_it_wants() -> None:
+    class Parent(Actor):
+        @handles(Note)
+        async def begin(self, note: Note) -> Note:
+            self.spawn("child", lambda: Middle(clerks[0])).tell(PassOn(10, 60))
+            return note
+
+    clerks: list[LocalRef] = []
+
+    async def scenario() -> None:
+        reports: list[Failure] = []
+        async with ActorSystem.running("s", on_failure=reports.append) as system:
+            clerks.append(system.spawn("clerk", Clerk))
+            await system.spawn("parent", Parent).ask(Note("begin"), 2, Note)
+            await asyncio.sleep(30)
+        assert reports == []
 
     virtually(scenario())
 
@@ -503,7 +740,102 @@ def test_a_factory_that_fails_is_a_failure_of_the_actor() -> None:
     virtually(scenario())
 
 
+# ------------------------------------------------------------------------------------------------ death watch
+
+
+class Mourner(Clerk):
+    @handles(Died)
+    async def mourn(self, died: Died) -> None:
+        self.notes.append(f"{died.name}: {died.reason}")
+
+
+async def watch(mourner: LocalRef, *refs: LocalRef) -> None:
+    for ref in refs:
+        await mourner.ask(Do(lambda actor, ref=ref: actor.watch(ref)), 1, Note)
+
+
+def test_who_watches_an_actor_hears_of_its_end_once_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            mourner = system.spawn("mourner", Mourner)
+            clerks = [system.spawn(name, Clerk) for name in ("stopped", "drained", "itself", "spared")]
+            await watch(mourner, *clerks, clerks[0])
+            await clerks[0].stop()
+            await clerks[1].drain()
+            clerks[2].tell(Do(lambda actor: actor.stop()))
+            await clerks[2].stopped()
+            assert await notes(mourner) == tuple(
+                f"s/{name}: it was stopped" for name in ("stopped", "drained", "itself")
+            )
+
+    virtually(scenario())
+
+
+def test_a_restart_is_no_death_and_giving_up_is_with_its_cause() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            chief = system.spawn("chief", lambda: Chief([], Backoff(limit=1)))
+            mourner = system.spawn("mourner", Mourner)
+            found: list[LocalRef] = []
+            await chief.ask(Lend(found.append), 1, Note)
+            await watch(mourner, *found)
+            chief.tell(Raise(ValueError("x")))
+            await asyncio.sleep(5)
+            assert await notes(mourner) == ()
+            chief.tell(Raise(ValueError("y")))
+            await asyncio.sleep(5)
+            assert await notes(mourner) == ("s/chief/clerk: it gave up after failing in Raise: ValueError('y')",)
+
+    virtually(scenario())
+
+
+def test_one_who_has_ended_already_is_mourned_at_once() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            mourner, clerk = system.spawn("mourner", Mourner), system.spawn("clerk", Clerk)
+            await clerk.stop()
+            await watch(mourner, clerk)
+            assert await notes(mourner) == ("s/clerk: it was stopped",)
+
+    virtually(scenario())
+
+
+def test_a_watch_can_be_taken_back_and_ends_with_the_instance_that_began_it() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            mourner = system.spawn("mourner", Mourner)
+            one, other = system.spawn("one", Clerk), system.spawn("other", Clerk)
+            await watch(mourner, one, other)
+            await mourner.ask(Do(lambda actor: actor.unwatch(one)), 1, Note)
+            await one.stop()
+            assert await notes(mourner) == ()
+            mourner.tell(Raise(ValueError("x")))
+            assert await notes(mourner) == ()
+            await other.stop()
+            assert await notes(mourner) == ()
+
+    virtually(scenario())
+
+
+def test_who_does_not_handle_death_may_not_watch() -> None:
+    async def scenario() -> None:
+        reports: list[Failure] = []
+        async with ActorSystem.running("s", on_failure=reports.append) as system:
+            clerk = system.spawn("clerk", Clerk)
+            with pytest.raises(ActorFailed, match="Clerk watches s/clerk and does not handle Died"):
+                await clerk.ask(Do(lambda actor: actor.watch(clerk)), 1, Note)
+
+    virtually(scenario())
+
+
 # ------------------------------------------------------------------------------------------------ children
+
+
+@dataclass(frozen=True)
+class Lend:
+    """Give `to` the reference of the chief's clerk."""
+
+    to: Callable[[LocalRef], object]
 
 
 class Chief(Actor):
@@ -530,6 +862,11 @@ class Chief(Actor):
     async def fail(self, _: Do) -> None:
         raise ValueError("chief")
 
+    @handles(Lend)
+    async def lend(self, message: Lend) -> Note:
+        message.to(self.clerk)
+        return Note("lent")
+
 
 def test_a_child_that_gives_up_fails_its_parent_which_starts_afresh_with_a_fresh_child() -> None:
     async def scenario() -> None:
@@ -548,6 +885,32 @@ def test_a_child_that_gives_up_fails_its_parent_which_starts_afresh_with_a_fresh
         assert life == ["chief starts", "start", "stop", "chief stops"] * 2
 
     virtually(scenario())
+
+
+def test_past_every_limit_a_failure_rises_through_all_parents_and_ends_the_system() -> None:
+    class Head(Actor):
+        async def pre_start(self) -> None:
+            self.spawn(
+                "chief", lambda: Chief(life, Backoff(initial_s=1, limit=1)), restart=Backoff(initial_s=1, limit=1)
+            )
+
+    life: list[str] = []
+    reports: list[Failure] = []
+
+    async def scenario() -> None:
+        async with ActorSystem.running("s", on_failure=reports.append) as system:
+            system.spawn("head", Head, restart=NEVER)
+            while True:
+                clerk = next((info for info in system.actors().actors if info.name.endswith("clerk")), None)
+                if clerk is not None and clerk.state == "running":
+                    system.roots["head"]._children["chief"].ref.tell(Raise(ValueError("x")))
+                await asyncio.sleep(5)
+
+    with pytest.raises(ActorFailed, match="s/head gave up after failing in child s/head/chief"):
+        virtually(scenario())
+    names = [report.actor.rpartition("/")[2] for report in reports]
+    assert names == [*("clerk", "clerk", "chief"), *("clerk", "clerk", "chief"), "head"]
+    assert life.count("start") == life.count("stop") == 4
 
 
 def test_a_child_that_starts_again_does_not_disturb_its_parent() -> None:
@@ -759,6 +1122,59 @@ def test_a_handler_that_does_not_end_is_cancelled_at_the_deadline_of_the_stop() 
     virtually(scenario())
 
 
+def test_drain_handles_all_that_was_taken_lets_work_beside_end_and_refuses_what_comes_later() -> None:
+    async def scenario() -> None:
+        life: list[str] = []
+        async with ActorSystem.running("s") as system, asyncio.TaskGroup() as group:
+            clerk = system.spawn("clerk", lambda: Clerk(life))
+            asks: list[asyncio.Task[object]] = [
+                group.create_task(clerk.ask(message, 60, type(message)))
+                for message in (Sleep(5), SleepBeside(8), Note("waited"))
+            ]
+            await asyncio.sleep(1)
+            drained = group.create_task(clerk.drain(60))
+            await asyncio.sleep(1)
+            with pytest.raises(ActorStopped, match="s/clerk is ending"):
+                await clerk.ask(Note("later"), 60, Note)
+            clerk.tell(Note("dropped"))
+            assert [await ask for ask in asks] == [Sleep(5), SleepBeside(8), Note("waited")]
+            await drained
+            assert now_s() == 13
+            with pytest.raises(ActorStopped, match="s/clerk has ended"):
+                await clerk.ask(Note("after"), 60, Note)
+            assert life == ["start", "stop"]
+
+    virtually(scenario())
+
+
+def test_drain_drains_the_children_too() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            chief = system.spawn("chief", lambda: Chief([], Backoff()))
+            found: list[LocalRef] = []
+            await chief.ask(Lend(found.append), 1, Note)
+            (clerk,) = found
+            asked = [asyncio.create_task(clerk.ask(message, 60, type(message))) for message in (Sleep(3), Note("x"))]
+            await asyncio.sleep(1)
+            await chief.drain(60)
+            assert [await ask for ask in asked] == [Sleep(3), Note("x")]
+
+    virtually(scenario())
+
+
+def test_at_the_deadline_of_a_drain_what_is_left_is_refused() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            asks = [asyncio.create_task(clerk.ask(message, 900, Note)) for message in (Sleep(500), Note("x"))]
+            await asyncio.sleep(1)
+            await clerk.drain(5)
+            assert now_s() == 6
+            assert [type(error) for error in await asyncio.gather(*asks, return_exceptions=True)] == [ActorStopped] * 2
+
+    virtually(scenario())
+
+
 def test_an_actor_may_end_itself() -> None:
     async def scenario() -> None:
         async with ActorSystem.running("s") as system:
@@ -838,5 +1254,87 @@ def test_an_error_in_post_stop_is_reported_and_stops_nothing() -> None:
             await asyncio.sleep(0)
             await untidy.stop()
         assert [(report.during, report.error) for report in reports] == [("post_stop", "OSError('left open')")]
+
+    virtually(scenario())
+
+
+# ------------------------------------------------------------------------------------------------ seen from outside
+
+
+async def seen(ref: LocalRef) -> dict[str, ActorInfo]:
+    return {info.name: info for info in (await ref.ask(ListActors(), 1, ActorList)).actors}
+
+
+def test_a_busy_or_full_actor_tells_what_it_is_at() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Hurried, mailbox_messages=2)
+            other = system.spawn("other", Clerk)
+            await notes(clerk)
+            clerk.tell(SleepBeside(90))
+            await asyncio.sleep(1)
+            clerk.tell(Sleep(50))
+            await asyncio.sleep(1)
+            clerk.tell(Note("a"))
+            await asyncio.sleep(3)
+            clerk.tell(Note("b"))
+            clerk.tell(Urgent("c"))
+            with pytest.raises(MailboxFull):
+                clerk.tell(Note("d"))
+            await asyncio.sleep(4)
+            info = (await seen(other))["s/clerk"]
+            assert info == (await seen(clerk))["s/clerk"]
+            assert (info.state, info.totals.kind, info.in_hand, info.in_hand_s) == ("running", "Hurried", "Sleep", 8)
+            assert (info.waiting, info.control, info.mailbox_messages, info.oldest_s) == (3, 1, 2, 7)
+            assert (info.beside, info.tasks, info.totals.handled, info.totals.refused) == (1, 0, 1, 1)
+            await asyncio.sleep(100)
+            info = (await seen(clerk))["s/clerk"]
+            assert (info.waiting, info.oldest_s, info.in_hand, info.beside) == (0, 0, "", 0)
+            assert (info.totals.handled, info.slowest_s, info.totals.handling_s) == (6, 90, 140)
+
+    virtually(scenario())
+
+
+def test_asks_that_nobody_waited_for_any_more_are_counted() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerk = system.spawn("clerk", Clerk)
+            clerk.tell(Sleep(5))
+            for _ in range(3):
+                with pytest.raises(Unavailable):
+                    await clerk.ask(Note("late"), 1, Note)
+            assert await notes(clerk) == ()
+            assert (await seen(clerk))["s/clerk"].totals.expired == 3
+
+    virtually(scenario())
+
+
+def test_failures_and_states_are_told_and_children_stand_below_their_parents() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            chief = system.spawn("chief", lambda: Chief([], Backoff(initial_s=50, max_s=50)))
+            await chief.ask(Note("x"), 1, Note)
+            chief.tell(Raise(ValueError("x")))
+            await asyncio.sleep(1)
+            assert list(await seen(chief)) == ["s/chief", "s/chief/clerk"]
+            info = (await seen(chief))["s/chief/clerk"]
+            assert (info.state, info.totals.failures) == ("waiting to start again", 1)
+            assert info.last_failure == "in Raise: ValueError('x')"
+
+    virtually(scenario())
+
+
+def test_totals_by_kind_keep_what_ended_actors_have_done() -> None:
+    async def scenario() -> None:
+        async with ActorSystem.running("s") as system:
+            clerks = [system.spawn(name, Clerk) for name in "abc"]
+            for clerk in clerks:
+                await notes(clerk)
+            await clerks[0].stop()
+            await clerks[1].stop()
+            listed = await clerks[2].ask(ListActors(), 1, ActorList)
+            assert [info.name for info in listed.actors] == ["s/c"]
+            (totals,) = totals_by_kind(listed)
+            assert (totals.kind, totals.handled) == ("Clerk", 3)
 
     virtually(scenario())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from gyre.actors.messages import CellStatus, Status
+from gyre.actors.messages_gyrectl import CellStatus, Status
 from gyre.cli.live import plain_line, render, sparkline
 from gyre.ids import CellId
 from gyre.store.records import Role

@@ -1,4 +1,4 @@
-"""Who may use an engine: with a secret file, only who sends the secret; to all others it says that it is up, no more."""
+"""Who may use an engine: with a secret file, only who sends the key made of it; to all others it says that it is up, no more."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gyre.engine.access import http_key
 from gyre.engine.client import Chunk, EngineClient, EngineRefused, GenerateRequest
 
 from .processes import LIMIT_S, EngineProcess, engine_process
 from .tiny_models import make_model
 
 SECRET = "the-secret-of-one-job-0123456789"
+KEY = http_key(SECRET)
 PROMPT = list(range(5, 45))
 
 ENDPOINTS: dict[str, tuple[str, Any]] = {
@@ -37,10 +39,11 @@ WRONG: dict[str, str | None] = {
     "nothing": None,
     "an empty key": "Bearer ",
     "another key": "Bearer another-secret-of-another-job-01",
-    "a part of the key": f"Bearer {SECRET[:-1]}",
-    "more than the key": f"Bearer {SECRET}0",
-    "the bare key": SECRET,
-    "another scheme": f"Basic {SECRET}",
+    "a part of the key": f"Bearer {KEY[:-1]}",
+    "more than the key": f"Bearer {KEY}0",
+    "the secret itself": f"Bearer {SECRET}",
+    "the bare key": KEY,
+    "another scheme": f"Basic {KEY}",
     "no text": "Bearer \u00e9\u00e9",
 }
 
@@ -56,7 +59,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 @pytest.fixture
 async def client(engine: EngineProcess) -> AsyncIterator[EngineClient]:
-    async with EngineClient(engine.url, key=SECRET) as client:
+    async with EngineClient(engine.url, key=KEY) as client:
         yield client
 
 
@@ -140,7 +143,7 @@ async def test_with_the_key_everything_works(engine: EngineProcess, client: Engi
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_the_key_opens_each_endpoint(engine: EngineProcess, client: EngineClient, path: str) -> None:
     try:
-        status, said = await answer(engine, path, f"Bearer {SECRET}")
+        status, said = await answer(engine, path, f"Bearer {KEY}")
         assert status == 200, said
     finally:
         await client.resume()

@@ -12,7 +12,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
 
 
 def draw(position: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, seed: int = 5) -> Draw:
-    return Draw(temperature, top_p, top_k, seed, position)
+    return Draw(temperature, top_p, top_k, seed, before=[0] * position)
 
 
 def counts(count: int, **options: float) -> list[int]:

@@ -18,8 +18,12 @@ from .conftest import Bench, processes, python, until
 IGNORES_SIGTERM = python(
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w'); time.sleep(600)"
 )
+# In short naps: a signal that comes just before a nap waits for its end, and one in an object's finalizer is swallowed.
 ENDS_WELL_ON_SIGTERM = python(
-    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); open('ready', 'w'); time.sleep(600)"
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    "os.mkdir('ready')\n"
+    "while True: time.sleep(0.05)"
 )
 
 
@@ -32,6 +36,11 @@ def test_a_harness_that_dies_by_a_signal_is_told_from_one_that_exits(bench: Benc
     for sandbox in (UNCONFINED, Sandbox("namespaces", None)):
         folder = bench.prepared(f"r-{sandbox.programs}")
         assert bench.run(folder, sandbox, "sh", "-c", "kill -SEGV $$") == keeper.End(signal=signal.SIGSEGV)
+
+
+def test_a_harness_that_its_own_run_kills_was_not_killed_for_want_of_memory(bench: Bench, sandbox: Sandbox) -> None:
+    end = bench.run(bench.prepared("r1"), sandbox, "sh", "-c", "kill -KILL $$")
+    assert (end.signal or (end.code or 0) - 128, end.starved) == (signal.SIGKILL, False)
 
 
 def test_the_keepers_own_exit_code_is_the_harness(bench: Bench, sandbox: Sandbox) -> None:

@@ -16,8 +16,8 @@ import pytest
 import gyre
 from gyre.children import Children
 from gyre.harness.confine import UNCONFINED, ConfinementUnavailable, Sandbox, choose
-from gyre.harness.launch import Launcher
-from gyre.harness.profiles import ForkServer, Launch, LaunchContext, Profile, profile
+from gyre.harness.launch import HarnessExit, Launcher
+from gyre.harness.profiles import ForkServer, Launch, LaunchContext, Profile, Settings, profile
 from gyre.harness.workspace import RunFolder
 
 from .chat_server import chat_server
@@ -55,7 +55,7 @@ async def make_launcher(request: pytest.FixtureRequest, bench: Bench, tmp_path: 
     """Makes launchers on one state directory, as one gyred after another does."""
     tiny = tiny_profile(request.param == "fork", tmp_path / "preload.json")
     state = bench.job / "state"
-    yield lambda: Launcher(Children(state), state, tiny, None, SANDBOX, hidden=(bench.job,))
+    yield lambda: Launcher(Children(state), state, tiny, Settings(), SANDBOX, hidden=(bench.job,))
     await Children(state).end_all(grace_s=2)
 
 
@@ -207,11 +207,11 @@ import asyncio, sys, time
 sys.path[:0] = {[str(HERE.parent), *sys.path]!r}
 from pathlib import Path
 from harness.conftest import Bench
-from harness.test_launch import SANDBOX, Children, Launcher, tiny_profile
+from harness.test_launch import SANDBOX, Children, Launcher, Settings, tiny_profile
 async def main():
     bench, state = Bench(Path({str(bench.job)!r})), Path({str(state)!r})
     tiny = tiny_profile({fork}, Path({str(tmp_path / "preload.json")!r}))
-    launcher = Launcher(Children(state), state, tiny, None, SANDBOX, hidden=(bench.job,))
+    launcher = Launcher(Children(state), state, tiny, Settings(), SANDBOX, hidden=(bench.job,))
     code = "import os, time\\nwhile not os.path.exists('go'): time.sleep(0.05)\\nexit(6)"
     await launcher.start(bench.folder("r1"), "", code)
     Path({str(tmp_path / "started")!r}).touch()
@@ -226,7 +226,7 @@ asyncio.run(main())
         process.wait()
     try:
         tiny = tiny_profile(fork, tmp_path / "preload.json")
-        launcher = Launcher(Children(state), state, tiny, None, SANDBOX, hidden=(bench.job,))
+        launcher = Launcher(Children(state), state, tiny, Settings(), SANDBOX, hidden=(bench.job,))
         adopted = launcher.adopt(folder)
         assert adopted is not None
         assert adopted.alive
@@ -248,7 +248,7 @@ asyncio.run(main())
 async def forking(bench: Bench, tmp_path: Path) -> AsyncIterator[Launcher]:
     state = bench.job / "state"
     tiny = tiny_profile(True, tmp_path / "preload.json")
-    yield Launcher(Children(state), state, tiny, None, SANDBOX, hidden=(bench.job,))
+    yield Launcher(Children(state), state, tiny, Settings(), SANDBOX, hidden=(bench.job,))
     await Children(state).end_all(grace_s=2)
 
 
@@ -282,7 +282,7 @@ async def test_a_zygote_that_cannot_import_its_harness_is_one_clear_line(bench: 
     tiny = tiny_profile(True, tmp_path / "preload.json")
     assert tiny.fork_server is not None
     broken = replace(tiny, fork_server=replace(tiny.fork_server, entry_point="no_such_harness:main"))
-    launcher = Launcher(Children(state), state, broken, None, SANDBOX)
+    launcher = Launcher(Children(state), state, broken, Settings(), SANDBOX)
     with pytest.raises(Unavailable, match=r"zygote-tiny ended while it started \(exit code 1\): ModuleNotFoundError"):
         await launcher.warm()
     await Children(state).end_all(grace_s=2)
@@ -291,7 +291,7 @@ async def test_a_zygote_that_cannot_import_its_harness_is_one_clear_line(bench: 
 async def test_the_zygotes_socket_is_for_its_user_alone_and_may_lie_deep(tmp_path: Path) -> None:
     state = tmp_path / ("deep" * 20) / ("deeper" * 10)
     tiny = tiny_profile(True, tmp_path / "preload.json")
-    launcher = Launcher(Children(state), state, tiny, None, UNCONFINED)
+    launcher = Launcher(Children(state), state, tiny, Settings(), UNCONFINED)
     await launcher.warm()
     try:
         assert (state / "harness" / "socket").stat().st_mode & 0o777 == 0o700
@@ -305,7 +305,7 @@ async def test_where_forks_cannot_be_confined_a_forkable_harness_is_executed(ben
     state = bench.job / "state"
     programs_only = Sandbox(SANDBOX.programs, None, SANDBOX.bwrap)
     tiny = tiny_profile(True, tmp_path / "preload.json")
-    launcher = Launcher(Children(state), state, tiny, None, programs_only, hidden=(bench.job,))
+    launcher = Launcher(Children(state), state, tiny, Settings(), programs_only, hidden=(bench.job,))
     await launcher.warm()
     assert (await end_of(launcher, bench.prepared("r1"), "exit(9)")).code == 9
     assert not any(name.startswith("zygote") for name in Children(state).adopt())
@@ -322,7 +322,7 @@ async def test_the_scripted_harness_talks_works_submits_and_survives_a_busy_serv
     script.write_text(json.dumps([{"run": "echo begun > log"}, {"work": "do: {task}", "turns": 5}, {"submit": True}]))
     state = bench.job / "state"
     scripted = profile("scripted")
-    launcher = Launcher(Children(state), state, scripted, script, SANDBOX, hidden=(bench.job,))
+    launcher = Launcher(Children(state), state, scripted, Settings(script), SANDBOX, hidden=(bench.job,))
     answers = ["```sh\nsort a.txt > b.txt; cat b.txt\n```", "done"]
     folder = bench.prepared("r1")
     with chat_server(answers, failures=2) as chat:
@@ -351,19 +351,25 @@ async def test_the_scripted_harness_ends_as_it_is_told(
     file = tmp_path / "script.json"
     file.write_text(json.dumps(script))
     state = bench.job / "state"
-    launcher = Launcher(Children(state), state, profile("scripted"), file, UNCONFINED)
+    launcher = Launcher(Children(state), state, profile("scripted"), Settings(file), UNCONFINED)
     process = await launcher.start(bench.prepared("r1"), "http://127.0.0.1:1", "x")
     end = await process.wait(60)
     assert end is not None
-    assert (end.code, end.signal) == (code, number)
+    assert (end.code, end.signal, end.failure) == (code, number, "")
+    assert end.exit_code == (code if number is None else 128 + number)
     assert end.submitted == ({"submit": True} in script)
+
+
+def test_a_harness_that_was_killed_for_want_of_memory_is_a_failure_of_ours() -> None:
+    assert HarnessExit(signal=9, starved=True).failure == "the harness was killed as the system ran out of memory"
+    assert HarnessExit(signal=9).failure == ""
 
 
 async def test_a_scripted_harness_that_never_ends_and_ignores_sigterm_is_ended(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "script.json"
     file.write_text(json.dumps({"ignore_sigterm": True, "steps": [{"run": "touch ready"}, {"forever": True}]}))
     state = bench.job / "state"
-    launcher = Launcher(Children(state), state, profile("scripted"), file, SANDBOX)
+    launcher = Launcher(Children(state), state, profile("scripted"), Settings(file), SANDBOX)
     folder = bench.folder("r1")
     folder.prepare(a_task())
     process = await launcher.start(folder, "http://127.0.0.1:1", "x")

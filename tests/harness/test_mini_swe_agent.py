@@ -15,7 +15,7 @@ import pytest
 import gyre
 from gyre.children import Children
 from gyre.harness.launch import HarnessExit, Launcher
-from gyre.harness.profiles import LaunchContext, config_path, mini_swe_agent, profile
+from gyre.harness.profiles import LaunchContext, Settings, config_path, mini_swe_agent, profile
 from gyre.harness.workspace import RunFolder
 
 from .chat_server import ChatServer, chat_server
@@ -35,7 +35,7 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[La
     here = Path(__file__).parent
     env = {**mini.fork_server.env, "PYTHONPATH": f"{here}:{Path(gyre.__file__).parent.parent}"}
     watched = replace(mini, fork_server=replace(mini.fork_server, entry_point="list_lazy_work:watched", env=env))
-    made = Launcher(Children(state), state, watched, CHORES, SANDBOX)
+    made = Launcher(Children(state), state, watched, Settings(CHORES), SANDBOX)
     yield made
     await Children(state).end_all(grace_s=2)
 
@@ -105,7 +105,9 @@ async def test_a_command_that_kills_everything_ends_at_most_its_own_run(bench: B
 
 
 def test_the_command_line_is_the_console_scripts(bench: Bench) -> None:
-    context = LaunchContext(bench.folder("r1"), "http://127.0.0.1:1/run/r1/key", "-x: a task", Path("/etc/mini.yaml"))
+    context = LaunchContext(
+        bench.folder("r1"), "http://127.0.0.1:1/run/r1/key", "-x: a task", Settings(Path("/etc/mini.yaml"))
+    )
     launch = mini_swe_agent.launch(context)
     assert launch.program == (sys.executable, "-m", "minisweagent.run.mini")
     assert launch.arguments[-1] == "--task=-x: a task"

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from gyre.errors import BadInput
-from gyre.harness.profiles import LaunchContext, clean_environment, config_path, profile
+from gyre.harness.profiles import LaunchContext, Settings, clean_environment, config_path, profile
 from gyre.harness.workspace import RunFolder
 from gyre.ids import RunId
 
 
 def test_an_unknown_profile_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(BadInput, match=r"harness.profile: 'claude' is not allowed; one of mini-swe-agent, scripted"):
+    with pytest.raises(
+        BadInput,
+        match=r"harness.profile: 'claude' is not allowed; one of claude-code, codex, command, mini-swe-agent, opencode, qwen-code, scripted",
+    ):
         profile("claude")
 
 
@@ -23,16 +26,16 @@ def test_a_harness_that_is_not_installed_is_one_line_with_the_command_that_insta
     with pytest.raises(
         BadInput, match=r"'mini-swe-agent' is not allowed; it must be installed \(pip install 'gyre\[demo\]'\)"
     ):
-        missing.check(None)
+        missing.check(Settings())
 
 
 def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    profile("mini-swe-agent").check(None)
-    profile("mini-swe-agent").check(config_path("builtin:chores", tmp_path))
+    profile("mini-swe-agent").check(Settings())
+    profile("mini-swe-agent").check(Settings(config_path("builtin:chores", tmp_path)))
     with pytest.raises(BadInput, match=r"harness.config: .*none.yaml' is not allowed"):
-        profile("mini-swe-agent").check(config_path("none.yaml", tmp_path))
+        profile("mini-swe-agent").check(Settings(config_path("none.yaml", tmp_path)))
     with pytest.raises(BadInput, match=r"harness.config: '' is not allowed; the profile scripted needs"):
-        profile("scripted").check(None)
+        profile("scripted").check(Settings())
 
 
 def test_a_configuration_is_builtin_or_taken_from_the_job_files_folder(tmp_path: Path) -> None:

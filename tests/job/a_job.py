@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gyre.actors.messages import Status
+from gyre.actors.messages_gyrectl import Status
 from gyre.children import ProcessRef
 from gyre.cli import client
 from gyre.cli.report import Books

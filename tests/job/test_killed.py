@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from gyre.actors.messages import CellStatus, Status
+from gyre.actors.messages_gyrectl import CellStatus, Status
 from gyre.store.records import Role
 
 from .a_job import Job, gated

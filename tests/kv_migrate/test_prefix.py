@@ -18,6 +18,7 @@ from aiohttp import web
 from engine.processes import engine_process
 from engine.tiny_models import FAMILIES, make_model
 
+from gyre.engine.access import http_key
 from gyre.engine.client import Chunk, EngineClient, GenerateRequest
 from gyre.engine.local.core import EngineConfig, EngineCore
 from gyre.engine.local.kv_exchange import KvExchange
@@ -266,7 +267,7 @@ async def test_a_source_that_is_frozen_or_killed_costs_no_more_than_the_deadline
     ids = prompt(200)
     (tmp_path / "secret").write_bytes(SECRET)
     with engine_process(tmp_path / "source", llama, "--secret-file", str(tmp_path / "secret")) as process:
-        async with EngineClient(process.url, key=SECRET.decode()) as source, serving(llama) as target:
+        async with EngineClient(process.url, key=http_key(SECRET.decode())) as source, serving(llama) as target:
             whole = await sample(source, request(ids, 10))
             process.signal(signal.SIGSTOP)
             frozen = await move_prefix(source, target, ids, 1, 0.4)

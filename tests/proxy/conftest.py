@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from gyre.actors.messages import CloseRun, EngineRoute, OpenRun, SetRoutes
-from gyre.ids import CellId, RunId
+from gyre.ids import CellId, GroupId, RunId
 from gyre.proxy.gateway import Gateway, GatewayConfig
 from gyre.proxy.session import Session
 from gyre.trajectory.records import RunTrace
@@ -42,11 +42,14 @@ class Proxy:
     engines: dict[str, ScriptedEngine]
     http: aiohttp.ClientSession
     version: int = 0
+    slots: int = 64
     keys: dict[str, str] = field(default_factory=dict)
 
     async def route(self, *, closed: tuple[str, ...] = (), versions: dict[str, int] | None = None) -> None:
         routes = tuple(
-            EngineRoute(CellId(cell), engine.url, (versions or {}).get(cell, self.version), cell not in closed)
+            EngineRoute(
+                CellId(cell), engine.url, (versions or {}).get(cell, self.version), cell not in closed, self.slots
+            )
             for cell, engine in self.engines.items()
         )
         await self.gateway.set_routes(SetRoutes(self.version, routes))
@@ -56,6 +59,7 @@ class Proxy:
         key = self.keys[run] = f"key-{run}-{attempt}"
         order = OpenRun(
             run=RunId(run),
+            group=GroupId(settings.pop("group", "g")),
             attempt=attempt,
             key=key,
             profile=settings.pop("profile", "scripted"),

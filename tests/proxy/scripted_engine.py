@@ -44,6 +44,8 @@ class ScriptedEngine:
         """While not set, no token comes."""
         self.held.set()
         self.pulls: list[dict[str, Any]] = []
+        self.pull_gates: list[asyncio.Event] = []
+        """What the first pulls wait for, each for its own."""
         self._tokenizer: Tokenizer = byte_tokenizer()
         self._cached: list[list[int]] = []
         self._runner: web.AppRunner | None = None
@@ -169,7 +171,10 @@ class ScriptedEngine:
     async def _pull(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.pulls.append(body)
-        self._cached.append(self._pending)
+        pending = self._pending
+        if len(self.pulls) <= len(self.pull_gates):
+            await self.pull_gates[len(self.pulls) - 1].wait()
+        self._cached.append(pending)
         blocks = len(body["hashes"])
         return web.json_response({"blocks": blocks, "bytes": 10 * blocks, "seconds": 0.001, "reason": ""})
 

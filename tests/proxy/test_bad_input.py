@@ -10,7 +10,7 @@ import pytest
 
 from gyre.actors.messages import CloseRun, GetLineages, OpenRun
 from gyre.errors import BadInput, Refused
-from gyre.ids import RunId
+from gyre.ids import GroupId, RunId
 from gyre.proxy.gateway import Gateway
 
 from .conftest import Proxy, StartProxy
@@ -174,7 +174,7 @@ async def test_a_later_attempt_discards_the_earlier_and_an_earlier_one_is_refuse
     async with proxy.http.post(f"{old}/v1/chat/completions", json=OPENAI) as response:
         assert response.status == 401
     with pytest.raises(Refused, match="attempt 1 is over; attempt 2 is open"):
-        await proxy.gateway.open_run(OpenRun(RunId("r"), 1, "k", "scripted", 1.0, 10))
+        await proxy.gateway.open_run(OpenRun(RunId("r"), GroupId("g"), 1, "k", "scripted", 1.0, 10))
     with pytest.raises(Refused, match="attempt 2 is open, not 1"):
         await proxy.close("r", attempt=1)
     await proxy.chat("r", HELLO)
@@ -186,7 +186,7 @@ async def test_opening_again_is_nothing_and_with_other_settings_refused(proxy: P
     order = proxy.session("r").opened
     await proxy.gateway.open_run(order)
     with pytest.raises(Refused, match="open with other settings"):
-        await proxy.gateway.open_run(OpenRun(RunId("r"), 1, "other", "scripted", 1.0, 10))
+        await proxy.gateway.open_run(OpenRun(RunId("r"), GroupId("g"), 1, "other", "scripted", 1.0, 10))
     await proxy.gateway.close_run(CloseRun(RunId("r"), 1))
     with pytest.raises(Refused, match="it is closed"):
         await proxy.gateway.open_run(order)
@@ -195,7 +195,7 @@ async def test_opening_again_is_nothing_and_with_other_settings_refused(proxy: P
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 200])
 async def test_a_run_name_that_is_no_file_name_is_refused(proxy: Proxy, name: str) -> None:
     with pytest.raises(BadInput, match=r"^run: "):
-        await proxy.gateway.open_run(OpenRun(RunId(name), 1, "k", "scripted", 1.0, 10))
+        await proxy.gateway.open_run(OpenRun(RunId(name), GroupId("g"), 1, "k", "scripted", 1.0, 10))
 
 
 async def test_a_port_in_use_is_said_in_one_line(proxy: Proxy, start_proxy: StartProxy) -> None:
@@ -224,9 +224,16 @@ async def test_a_model_folder_without_a_tokenizer_or_with_an_unknown_family_is_n
         Gateway(replace(config, model_dir=other))
 
 
-async def test_metrics_count_the_calls(proxy: Proxy) -> None:
+async def test_metrics_count_the_calls_and_are_for_who_has_their_key(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(lambda head: "hi", metrics_key="the-key")
+    await proxy.open("r")
     await proxy.chat("r", HELLO)
-    async with proxy.http.get(f"{proxy.gateway.base_url}/metrics") as response:
+    for shown in ({}, {"Authorization": f"Bearer {proxy.keys['r']}"}, {"Authorization": "Bearer "}):
+        async with proxy.http.get(f"{proxy.gateway.base_url}/metrics", headers=shown) as response:
+            assert response.status == 401
+            assert "gyre_" not in await response.text()
+    key = {"Authorization": "Bearer the-key"}
+    async with proxy.http.get(f"{proxy.gateway.base_url}/metrics", headers=key) as response:
         text = await response.text()
     assert 'gyre_calls_total{dialect="openai-chat",end="stop"} 1.0' in text
     assert "gyre_sampled_tokens_total 3.0" in text

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.actors.messages import OpenRun
-from gyre.ids import CallId, RunId
-from gyre.proxy.conversation import Finish, body_digest
+from gyre.ids import CallId, GroupId, RunId
+from gyre.proxy.conversation import Finish, request_digest
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.dialects.openai_chat import OpenAIChat
 from gyre.proxy.rendering import Rendering
@@ -47,7 +47,7 @@ def rendering(model_dir: Path) -> Rendering:
 
 
 def new_session(rendering: Rendering) -> Session:
-    opened = OpenRun(RunId("r"), 1, "key", "scripted", 1.0, 400)
+    opened = OpenRun(RunId("r"), GroupId("g"), 1, "key", "scripted", 1.0, 400)
     return Session(opened, rendering, {DIALECT.name: DIALECT})
 
 
@@ -60,28 +60,74 @@ class Harness:
     messages: list[dict[str, Any]]
     journal: list[JournalRecord] = field(default_factory=list)
     calls: list[CallId] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+    said: dict[CallId, array[int]] = field(default_factory=dict)
+    """What was sampled for each call."""
+    asked: Call | None = None
+    """The call that is being sampled."""
 
     def turn(self) -> None:
+        self.ask()
+        self.hear()
+
+    def ask(self) -> None:
         body = {"model": "m", "messages": self.messages, "tools": TOOLS}
-        digest = body_digest(body)
-        call = self.session.find(digest)
-        if call is None:
-            call, records = self.session.begin(DIALECT.parse(body), body, digest, DIALECT, {}, 10**6, 0.0)
+        digest = request_digest(DIALECT.name, body)
+        self.asked = self.session.find(digest, self.headers)
+        if self.asked is None:
+            conversation = DIALECT.parse(body)
+            self.asked, records = self.session.begin(conversation, body, digest, DIALECT, self.headers, 10**6, 0.0)
             self.journal += records
+            self.calls.append(self.asked.id)
+        if self.draw(st.booleans()):  # a retry while it is sampled, or after
+            assert self.session.find(digest, self.headers) is self.asked
+
+    def hear(self, *, lost: bool = False) -> None:
+        """The call ends, and its answer arrives; a `lost` one does not, and the harness asks again or goes on alone."""
+        call = self.asked
+        assert call is not None
+        self.asked = None
+        if call.answer is None:
             self.sample(call)
-            self.calls.append(call.id)
+        if lost:
+            if self.draw(st.booleans()):
+                self.messages = [*self.messages, {"role": "user", "content": "that did not work"}]
+            return
         delivered = self.session.deliver(call.id)
         self.journal += [] if delivered is None else [delivered]
-        message = DIALECT.body(self.session.reply(call, "m"))["choices"][0]["message"]
-        if self.draw(st.booleans()):  # a retry of what was just answered
-            assert self.session.find(digest) is call
-        self.take_over(message)
+        self.take_over(DIALECT.body(self.session.reply(call, "m"))["choices"][0]["message"])
+
+    def rewrite(self) -> None:
+        """Do to the history what harnesses, or people, may do to it."""
+        messages = self.messages
+        match self.draw(st.sampled_from(["none", "none", "cut", "edit", "compact", "insert"])):
+            case "cut":  # back to an earlier turn
+                ends = [place for place, message in enumerate(messages) if message["role"] != "assistant" and place > 0]
+                self.messages = messages[: self.draw(st.sampled_from(ends)) + 1]
+            case "edit":
+                place = self.draw(st.integers(1, len(messages) - 1))
+                if messages[place]["role"] != "assistant":
+                    self.messages = [
+                        *messages[:place],
+                        {**messages[place], "content": "edited"},
+                        *messages[place + 1 :],
+                    ]
+            case "compact":
+                turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+                kept = messages[turns[-1] :] if turns else []
+                self.messages = [messages[0], {"role": "user", "content": "Summary: it went well."}, *kept]
+            case "insert":
+                said = {"role": "assistant", "content": "I was never sampled."}
+                self.messages = [*messages, said, {"role": "user", "content": "really?"}]
+            case _:
+                pass
 
     def sample(self, call: Call) -> None:
         answer = self.draw(st.sampled_from(ANSWERS))
         tokens = array("i", TOKENIZER.encode(answer + "<|im_end|>", add_special_tokens=False).ids)
         cut = self.draw(st.one_of(st.none(), st.integers(1, len(tokens))))
         tokens = tokens[:cut]
+        self.said[call.id] = tokens
         finish = Finish.STOP if tokens[-1] == TOKENIZER.token_to_id("<|im_end|>") else Finish.LENGTH
         versions = array("i", [1]) * len(tokens)
         self.journal.append(self.session.sampled(call, Stretch(tokens, array("f", [-1.0]) * len(tokens), versions)))
@@ -157,23 +203,56 @@ def test_rewrites_of_history_branch_and_never_lose_or_double_a_token(rendering: 
     )
     for _ in range(data.draw(st.integers(2, 7))):
         harness.turn()
-        messages = harness.messages
-        rewrite = data.draw(st.sampled_from(["none", "none", "cut", "edit", "compact", "insert"]))
-        if rewrite == "cut":  # back to an earlier turn
-            ends = [place for place, message in enumerate(messages) if message["role"] != "assistant" and place > 0]
-            harness.messages = messages[: data.draw(st.sampled_from(ends)) + 1]
-        elif rewrite == "edit":
-            place = data.draw(st.integers(1, len(messages) - 1))
-            if messages[place]["role"] != "assistant":
-                harness.messages = [*messages[:place], {**messages[place], "content": "edited"}, *messages[place + 1 :]]
-        elif rewrite == "compact":
-            turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-            kept = messages[turns[-1] :]
-            harness.messages = [messages[0], {"role": "user", "content": "Summary: it went well."}, *kept]
-        elif rewrite == "insert":
-            said = {"role": "assistant", "content": "I was never sampled."}
-            harness.messages = [*messages, said, {"role": "user", "content": "really?"}]
+        harness.rewrite()
         check(session)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_threads_do_at_once_every_sampled_token_is_in_one_node_and_counts_once(
+    rendering: Rendering, data: st.DataObject
+) -> None:
+    session = new_session(rendering)
+    journal: list[JournalRecord] = []
+    threads = [
+        Harness(
+            session,
+            data.draw,
+            [{"role": "system", "content": system}, {"role": "user", "content": "Task."}],
+            journal,
+            headers={"x-session-id": name, **({"x-parent-session-id": "main"} if name != "main" else {})},
+        )
+        for system, name in (("Main.", "main"), ("Agent.", "one"), ("Agent.", "two"))  # two of one kind, with one task
+    ]
+    for _ in range(data.draw(st.integers(1, 14))):
+        thread = data.draw(st.sampled_from(threads))
+        if thread.asked is None:
+            thread.rewrite()
+            thread.ask()
+        else:
+            thread.hear(lost=data.draw(st.sampled_from([False, False, True])))
+    check(session)
+    tree, radix = session.tree, session.tree._radix
+    said = {call: tokens for thread in threads for call, tokens in thread.said.items()}
+    assert set(tree.calls) == set(said)
+    for call, tokens in said.items():
+        assert tree.output_ids(call) == tokens
+        assert tree.parent(call) != call
+    # Sampled nodes have the tokens of all answers, and no more: none is there twice, and none is shared.
+    sampled = [node for node in range(len(radix.parent)) if radix.sampled[node]]
+    assert sum(radix.length[node] for node in sampled) == sum(map(len, said.values()))
+    assert sum(session.forks.values()) == sum(tree.forks.values())
+    # What the journal holds is the same run, with the same forks.
+    restored = new_session(rendering)
+    restored.restore(read(b"GYREJRN1" + b"".join(map(encode, journal))).records)
+    assert restored.trace(5) == session.trace(5)
+    assert [call.id for call in restored.unfinished()] == [thread.asked.id for thread in order_of(threads)]
+
+
+def order_of(threads: list[Harness]) -> list[Harness]:
+    """Those that wait for an answer not yet sampled, by when they asked."""
+    waiting = [thread for thread in threads if thread.asked is not None and thread.asked.answer is None]
+    return sorted(waiting, key=lambda thread: thread.asked.seq if thread.asked else 0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -194,12 +273,12 @@ def test_a_session_read_from_its_journal_goes_on_as_the_one_that_wrote_it(
     body = {"model": "m", "messages": harness.messages, "tools": TOOLS}
     conversation = DIALECT.parse(body)
     begun = [one.begin(conversation, body, b"d", DIALECT, {}, 10**6, 0.0)[0] for one in (session, restored)]
-    assert (begun[0].id, begun[0].base, begun[0].suffix, begun[0].thread, begun[0].role) == (
+    assert (begun[0].id, begun[0].base, begun[0].suffix, begun[0].chain, begun[0].part) == (
         begun[1].id,
         begun[1].base,
         begun[1].suffix,
-        begun[1].thread,
-        begun[1].role,
+        begun[1].chain,
+        begun[1].part,
     )
     # And cut anywhere, what is left is a sound session too.
     cut = data.draw(st.integers(8, len(frames)))

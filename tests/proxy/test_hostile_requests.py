@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from gyre.proxy import front
-from gyre.proxy.dialects.anthropic_messages import AnthropicMessages
-from gyre.proxy.dialects.openai_chat import OpenAIChat
-from gyre.proxy.live_run import ModelRequest
+from gyre.proxy import bodies
+from gyre.proxy.conversation import request_digest
 
 from .conftest import Proxy, StartProxy
 
@@ -160,7 +158,7 @@ async def test_a_small_body_that_unpacks_to_a_large_one_is_too_large(proxy: Prox
 async def test_a_body_that_breaks_off_is_a_bad_request(
     proxy: Proxy, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "READ_S", 0.5)
+    monkeypatch.setattr(bodies, "READ_S", 0.5)
     port = int(proxy.gateway.base_url.rpartition(":")[2])
     head = f"POST /run/r/{proxy.keys['r']}/v1/{path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -253,10 +251,9 @@ async def test_the_paths_end_says_in_whose_form_a_fault_is(proxy: Proxy, path: s
 
 
 def test_a_request_repeats_only_one_of_its_own_dialect() -> None:
-    openai, anthropic = OpenAIChat(), AnthropicMessages()
-    asked = [ModelRequest(dialect, dialect.parse(ANTHROPIC), ANTHROPIC, {}) for dialect in (openai, anthropic, openai)]
-    assert asked[0].digest == asked[2].digest
-    assert asked[0].digest != asked[1].digest
+    chat, anthropic, again = (request_digest(name, ANTHROPIC) for name in ("chat", "anthropic", "chat"))
+    assert chat == again
+    assert chat != anthropic
 
 
 async def test_the_same_body_in_the_other_dialect_is_another_call(proxy: Proxy) -> None:

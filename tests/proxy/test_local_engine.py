@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gyre.actors.messages import DrainEngine, EngineRoute, SetRoutes
+from gyre.engine.access import http_key
 from gyre.engine.client import EngineClient
-from gyre.ids import CellId, RunId
+from gyre.ids import CellId
 from gyre.proxy.gateway import Gateway, GatewayConfig
 
 from .conftest import Proxy, until
@@ -40,7 +41,7 @@ class Engine:
 
     def __init__(self, folder: Path, model: Path, secret: Path) -> None:
         self.ready = folder / "ready.json"
-        self.key = secret.read_text()
+        self.key = http_key(secret.read_text())
         log = (folder / "log").open("wb")
         options = ["--version", "1", "--block-tokens", str(BLOCK_TOKENS), "--threads", "1"]
         files = ["--model", str(model), "--ready-file", str(self.ready), "--secret-file", str(secret)]
@@ -160,7 +161,7 @@ async def test_a_continued_answer_is_the_uninterrupted_one_and_its_prefix_is_not
     calling = asyncio.create_task(greedy(proxy, "moved"))
     leaving = await until_sampled(proxy, after_tokens)
     await proxy.route(closed=())
-    report = await proxy.gateway.drain(DrainEngine(CellId(leaving), True, ""))
+    report = await proxy.gateway.drain(DrainEngine(CellId(leaving), True))
     assert await calling == expected
     assert report.requests == 1
     assert report.moved_blocks >= after_tokens // BLOCK_TOKENS
@@ -172,9 +173,9 @@ async def test_a_continued_answer_is_the_uninterrupted_one_and_its_prefix_is_not
 async def test_a_run_that_was_between_calls_finds_its_prefix_on_the_next_cell(proxy: Proxy) -> None:
     await proxy.open("r", temperature=0.0, max_tokens=100)
     first = await proxy.chat("r", PROMPT)
-    home = proxy.gateway._engines.home(RunId("r"))
-    assert home is not None
-    report = await proxy.gateway.drain(DrainEngine(home, True, ""))
+    known = proxy.session("r").ends()[0].cached
+    assert known is not None
+    report = await proxy.gateway.drain(DrainEngine(known.cell, True))
     assert (report.requests, report.moved_blocks > 0) == (0, True)
     history = [*PROMPT, {"role": "assistant", "content": first["content"]}, user("do it")]
     status, answer = await proxy.post("r", "chat/completions", {"model": "m", "messages": history})
@@ -195,7 +196,7 @@ async def test_a_call_lives_through_a_change_of_weights_and_each_token_has_its_v
     proxy.version = 2
     await proxy.route(versions={"a": 1, "b": 1})  # from here on no engine is at the authoritative version
     for cell in ("a", "b"):
-        await proxy.gateway.drain(DrainEngine(CellId(cell), False, ""))
+        await proxy.gateway.drain(DrainEngine(CellId(cell), False))
     assert proxy.gateway.status().calls_waiting == 1
     for engine in proxy.engines.values():
         async with EngineClient(engine.url, key=engine.key) as client:
@@ -213,6 +214,24 @@ async def test_a_call_lives_through_a_change_of_weights_and_each_token_has_its_v
     assert await greedy(proxy, "again") == output
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_when_its_client_goes_away_the_engine_stops_decoding(proxy: Proxy, path: str) -> None:
+    await proxy.open("r", temperature=0.0, max_tokens=ANSWER_TOKENS)
+    asked = {"input": PROMPT} if path == "responses" else {"messages": PROMPT, "max_tokens": ANSWER_TOKENS}
+    asking = asyncio.create_task(proxy.post("r", path, {"model": "m", "stream": True, **asked}))
+    cell = await until_sampled(proxy, 20)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    engine = proxy.engines[cell]
+    async with EngineClient(engine.url, key=engine.key) as client, asyncio.timeout(10):
+        while (await client.loads()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    session = proxy.session("r")
+    await until(lambda: not proxy.gateway.status().calls_in_flight)
+    (call,) = session.unfinished()
+    assert 20 <= len(call.output) < ANSWER_TOKENS
+
+
 async def test_an_engine_killed_in_an_answer_takes_no_token_with_it(proxy: Proxy) -> None:
     proxy.version = 2
     await proxy.route()
@@ -227,6 +246,6 @@ async def test_an_engine_killed_in_an_answer_takes_no_token_with_it(proxy: Proxy
     trace = await proxy.close("killed")
     assert (trace.continued_calls, trace.interrupted_calls) == (1, 0)
     await proxy.gateway.set_routes(
-        SetRoutes(2, tuple(EngineRoute(CellId(c), e.url, 2, c != cell) for c, e in proxy.engines.items()))
+        SetRoutes(2, tuple(EngineRoute(CellId(c), e.url, 2, c != cell, 4) for c, e in proxy.engines.items()))
     )
     assert (await proxy.chat("plain", [user("and")]))["role"] == "assistant"

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
 
 from .conftest import Proxy, StartProxy
 
@@ -178,3 +180,113 @@ FRAME_TOKENS = 1 + len("user\n") + 1 + len("\n") + 1 + len("assistant\n") + 1 + 
 async def test_more_than_one_choice_is_refused(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="n: only 1 is supported"):
         await client.chat.completions.create(model="m", messages=ask("Say hello."), n=2)
+
+
+# ------------------------------------------------------------------------------------------ forms
+
+
+async def test_every_body_and_chunk_is_what_the_official_types_say(client: openai.AsyncOpenAI) -> None:
+    for text, limit in ((text, limit) for text in ANSWERS for limit in (100, 3)):
+        asked = {"model": "m", "messages": ask(text), "tools": TOOLS, "max_completion_tokens": limit}
+        raw = await client.chat.completions.with_raw_response.create(**asked)
+        TypeAdapter(ChatCompletion).validate_json(raw.text, strict=True)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.chat.completions.with_streaming_response.create(**asked, **options) as response:
+            *chunks, done = (await response.text()).strip().split("\n\n")
+        assert done == "data: [DONE]"
+        for chunk in chunks:
+            TypeAdapter(ChatCompletionChunk).validate_json(chunk.removeprefix("data: "), strict=True)
+
+
+async def test_reasoning_tokens_are_counted_and_reasoning_may_come_back(
+    client: openai.AsyncOpenAI, proxy: Proxy
+) -> None:
+    answer = await client.chat.completions.create(model="m", messages=ask("Think."))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("\nIt is simple.\n") + 2
+    said = answer.choices[0].message.model_dump(exclude_none=True)
+    await client.chat.completions.create(model="m", messages=[*ask("Think."), said, *ask("Say hello.")])
+    assert len((await proxy.close("r1")).lineages) == 1
+
+
+async def test_developer_and_system_messages_stand_where_they_were_put(
+    client: openai.AsyncOpenAI, proxy: Proxy
+) -> None:
+    messages: list = [
+        {"role": "developer", "content": "First."},
+        *ask("a"),
+        {"role": "developer", "content": [{"type": "text", "text": "Second."}]},
+        {"role": "system", "content": "Third."},
+        *ask("Say hello."),
+    ]
+    answer = await client.chat.completions.create(model="m", messages=messages)
+    assert answer.choices[0].message.content == "Hello there."
+    text = proxy.engines["a"].text(proxy.engines["a"].requests[0]["input_ids"])
+    assert text.index("First.") < text.index("user\na") < text.index("Second.") < text.index("Third.")
+
+
+async def test_a_tool_choice_is_honoured_or_refused(client: openai.AsyncOpenAI, proxy: Proxy) -> None:
+    for choice in ("auto", "none"):
+        await client.chat.completions.create(
+            model="m", messages=ask("Count."), tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
+        )
+    offered, not_offered = (
+        "Run a command." in proxy.engines["a"].text(request["input_ids"]) for request in proxy.engines["a"].requests
+    )
+    assert (offered, not_offered) == (True, False)
+    for choice in ("required", {"type": "function", "function": {"name": "bash"}}):
+        with pytest.raises(openai.BadRequestError, match=r"tool_choice: .* no call can be forced; auto or none"):
+            await client.chat.completions.create(model="m", messages=ask("List."), tools=TOOLS, tool_choice=choice)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE]}, "messages[0].content[1].type"),
+        ({"role": "tool", "tool_call_id": "c", "content": [IMAGE]}, "messages[0].content[0].type"),
+    ],
+)
+async def test_what_is_no_text_is_refused_where_it_stands(
+    client: openai.AsyncOpenAI, message: dict, where: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="m", messages=[message])
+    assert caught.value.body["message"] == f"{where}: 'image_url' is not supported; this model reads text only"
+
+
+async def test_behind_an_assistants_turn_another_begins_with_its_tokens_kept(
+    client: openai.AsyncOpenAI, proxy: Proxy
+) -> None:
+    first = await client.chat.completions.create(model="m", messages=ask("Say hello."))
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    await client.chat.completions.create(model="m", messages=[*ask("Say hello."), said])
+    assert len((await proxy.close("r1")).lineages) == 1
+
+
+async def test_a_model_is_told_by_the_name_that_was_asked_for(client: openai.AsyncOpenAI) -> None:
+    model = await client.models.retrieve("any-name")
+    assert (model.id, model.object) == ("any-name", "model")
+    raw = await client.models.with_raw_response.list()
+    assert set(json.loads(raw.text)) == {"object", "data"}
+
+
+async def test_what_there_is_not_is_not_found(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="m", input="x")
+
+
+async def test_a_body_over_the_limit_is_too_large(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(script, request_bytes=1000)
+    await proxy.open("r1")
+    async with openai.AsyncOpenAI(base_url=f"{proxy.base('r1')}/v1", api_key="any", max_retries=0) as client:
+        for asking in (
+            client.chat.completions.create(model="m", messages=ask("x" * 2000)),
+            client.responses.create(model="m", input="x" * 2000),
+        ):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await asking
+            assert caught.value.status_code == 413

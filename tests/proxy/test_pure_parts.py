@@ -6,51 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.actors.messages import EngineRoute
-from gyre.ids import CellId
+from gyre.harness.wire import GENERIC, Wire
 from gyre.proxy.conversation import (
-    Conversation,
     Message,
     Speaker,
     ToolCall,
     answer_key,
-    body_digest,
     canonical_json,
     in_call_order,
+    request_digest,
 )
-from gyre.proxy.roles import Roles
-from gyre.proxy.routing import CROWDING, choose, open_engines
 from gyre.proxy.stops import StopSearch, before_stop
-from gyre.proxy.volatile import steady, without_headers
-from gyre.trajectory.records import LineageRole
+from gyre.proxy.volatile import SystemPrompts
 
 from .model_folder import byte_tokenizer
-
-A, B, C = CellId("a"), CellId("b"), CellId("c")
-
-
-def route(cell: CellId, version: int = 3, accepting: bool = True) -> EngineRoute:
-    return EngineRoute(cell, f"http://{cell}", version, accepting)
-
-
-# ------------------------------------------------------------------------------------------ routing
-
-
-def test_an_engine_is_open_only_if_it_accepts_at_the_authoritative_version_and_is_not_closed() -> None:
-    routes = [route(A), route(B, version=2), route(C, accepting=False), route(CellId("d"))]
-    assert set(open_engines(routes, 3, {CellId("d")})) == {A}
-    assert open_engines(routes, 4, ()) == {}
-
-
-def test_a_run_stays_where_it_was_unless_that_is_crowded() -> None:
-    engines = {cell: route(cell) for cell in (A, B)}
-    assert choose(engines, {}, B) == B
-    assert choose(engines, {B: CROWDING}, B) == B
-    assert choose(engines, {B: CROWDING + 1}, B) == A
-    assert choose(engines, {A: 1}, None) == B
-    assert choose(engines, {A: 1, B: 1}, C) == A
-    assert choose({}, {}, A) is None
-
 
 # ------------------------------------------------------------------------------------------ conversations
 
@@ -58,9 +27,9 @@ def test_a_run_stays_where_it_was_unless_that_is_crowded() -> None:
 def test_equal_bodies_are_equal_whatever_the_key_order_the_limits_and_the_stream() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream": True}
     other = {"stream": False, "messages": [{"content": "x", "role": "user"}], "max_completion_tokens": 9, "model": "m"}
-    assert body_digest(body) == body_digest(other)
-    assert body_digest(body) != body_digest({**body, "model": "n"})
-    assert body_digest(body) != body_digest({**body, "messages": []})
+    assert request_digest("d", body) == request_digest("d", other)
+    assert request_digest("d", body) != request_digest("d", {**body, "model": "n"})
+    assert request_digest("d", body) != request_digest("d", {**body, "messages": []})
 
 
 def test_arguments_are_compared_as_values() -> None:
@@ -111,46 +80,33 @@ DIFFERENT = [("You plan.", "You search."), ("Use 12 words.", "Use 13 words."), (
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_what_is_volatile_does_not_tell_system_prompts_apart(one: str, other: str) -> None:
-    assert steady(one) == steady(other)
+    assert SystemPrompts(GENERIC).read(one).steady == SystemPrompts(GENERIC).read(other).steady
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_what_is_said_does(one: str, other: str) -> None:
-    assert steady(one) != steady(other)
+    assert SystemPrompts(GENERIC).read(one).steady != SystemPrompts(GENERIC).read(other).steady
 
 
 def test_a_billing_header_is_left_out_of_the_prompt() -> None:
-    assert without_headers("x-anthropic-billing-header: cc_version=1;\nYou are an agent.") == "You are an agent."
-    assert without_headers("You read x-anthropic-billing-header: here.") == "You read x-anthropic-billing-header: here."
+    systems = SystemPrompts(GENERIC)
+    billed = systems.read("x-anthropic-billing-header: cc_version=1;\nYou are an agent.")
+    assert billed.rendered == "You are an agent."
+    read = systems.read("You read x-anthropic-billing-header: here.")
+    assert read.rendered == "You read x-anthropic-billing-header: here."
 
 
-# ------------------------------------------------------------------------------------------ roles
+def test_a_system_prompt_is_rendered_as_it_was_first_seen_in_the_run() -> None:
+    systems = SystemPrompts(GENERIC)
+    assert [systems.read(f"An agent. Today: 2026-11-{day}.").rendered for day in (28, 29)] == [
+        "An agent. Today: 2026-11-28."
+    ] * 2
 
 
-def conversation(system: str, *texts: str, tools: bool = True) -> Conversation:
-    messages = [Message(Speaker.SYSTEM, system)] if system else []
-    messages += [Message(Speaker.USER, text) for text in texts]
-    return Conversation(tuple(messages), ({},) if tools else (), (), None, None, False, False, "m")
-
-
-def test_roles_are_told_apart_by_marks_openings_and_instructions() -> None:
-    roles = Roles()
-    title = conversation("You are a title generator. You output only a thread title.", "hi", tools=False)
-    assert roles.of(title, {}) is LineageRole.AUXILIARY
-    assert roles.of(conversation("Main.", "Task."), {}) is LineageRole.MAIN
-    assert roles.of(conversation("Search.", "Look."), {}) is LineageRole.SUB_AGENT
-    assert roles.of(conversation("Main.", "Task."), {"x-claude-code-agent-id": "1"}) is LineageRole.SUB_AGENT
-    ask = "CRITICAL: Your task is to create a detailed summary of the conversation so far"
-    assert roles.of(conversation("Main.", "Task.", ask), {}) is LineageRole.MAIN_SUMMARY
-    assert roles.of(conversation("Search.", "Look.", ask), {}) is LineageRole.SUB_AGENT_SUMMARY
-    summary = conversation("You are a context summarization agent", "[User]: …", tools=False)
-    assert roles.of(summary, {}) is LineageRole.MAIN_SUMMARY
-    assert roles.of(summary, {"x-openai-subagent": "collab_spawn"}) is LineageRole.SUB_AGENT_SUMMARY
-    assert roles.of(conversation("Main.", "This session is being continued"), {}) is LineageRole.MAIN
-
-
-def test_a_run_without_tools_or_system_prompt_has_a_main_thread() -> None:
-    assert Roles().of(conversation("", "Task.", tools=False), {}) is LineageRole.MAIN
+def test_what_a_profile_does_not_name_is_not_taken_out() -> None:
+    assert (
+        SystemPrompts(Wire()).read("x-anthropic-billing-header: a\nHi").rendered == "x-anthropic-billing-header: a\nHi"
+    )
 
 
 # ------------------------------------------------------------------------------------------ stop sequences

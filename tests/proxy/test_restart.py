@@ -28,7 +28,9 @@ TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type"
 class GatewayProcess:
     """The process, its engine in this one, and a client."""
 
-    def __init__(self, folder: Path, model_dir: Path, engine: ScriptedEngine, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, folder: Path, model_dir: Path, engine: ScriptedEngine, http: aiohttp.ClientSession, **settings: Any
+    ) -> None:
         self.engine = engine
         self.http = http
         self.folder = folder
@@ -43,6 +45,7 @@ class GatewayProcess:
             "context_tokens": 100_000,
             "block_tokens": 4,
             "ready": str(self.ready),
+            **settings,
         }
 
     async def start(self, *, route: bool = True) -> None:
@@ -64,7 +67,7 @@ class GatewayProcess:
             await self.route()
 
     async def route(self) -> None:
-        engines = [{"cell": "a", "url": self.engine.url, "version": 0, "accepting": True}]
+        engines = [{"cell": "a", "url": self.engine.url, "version": 0, "accepting": True, "slots": 64}]
         await self.order("set_routes", version=0, engines=engines)
 
     async def order(self, method: str, **body: Any) -> Any:
@@ -74,7 +77,14 @@ class GatewayProcess:
 
     async def open(self, run: str) -> str:
         await self.order(
-            "open_run", run=run, attempt=1, key=f"key-{run}", profile="scripted", temperature=1.0, max_tokens=500
+            "open_run",
+            run=run,
+            group="g",
+            attempt=1,
+            key=f"key-{run}",
+            profile="scripted",
+            temperature=1.0,
+            max_tokens=500,
         )
         return f"{self.base_url}/run/{run}/key-{run}"
 

@@ -21,7 +21,7 @@ def user(text: str) -> dict[str, Any]:
 
 async def drain(proxy: Proxy, cell: str, *, move: bool = True) -> DrainReport:
     async with asyncio.timeout(10):
-        return await proxy.gateway.drain(DrainEngine(CellId(cell), move, ""))
+        return await proxy.gateway.drain(DrainEngine(CellId(cell), move))
 
 
 @pytest.fixture

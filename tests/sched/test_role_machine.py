@@ -83,11 +83,11 @@ def training(version: int = 7) -> CellState:
 
 def test_from_rollout_to_train() -> None:
     state, actions = play(serving(), TO_TRAIN)
-    assert actions == [StopRouting(), Drain(move=True), Report(Role.DRAINING)]
+    assert actions == [Report(Role.DRAINING), StopRouting(), Drain(move=True)]
     state, actions = play(state, Drained())
-    assert actions == [ReleaseEngine(), Report(Role.RELEASING)]
+    assert actions == [Report(Role.RELEASING), ReleaseEngine()]
     state, actions = play(state, Released())
-    assert actions == [LoadReplica(7), Report(Role.LOADING)]
+    assert actions == [Report(Role.LOADING), LoadReplica(7)]
     state, actions = play(state, Loaded(7))
     assert actions == [Report(Role.TRAIN), AllowClaims()]
     assert state.settled
@@ -99,11 +99,11 @@ def test_from_train_to_rollout_with_a_micro_step_in_progress() -> None:
     state, actions = play(state, MicroStepEnded())
     assert (state.role, actions) == (Role.TRAIN, [ShipSums()])
     state, actions = play(state, SumsShipped())
-    assert actions == [OffloadReplica(), Report(Role.UNLOADING)]
+    assert actions == [Report(Role.UNLOADING), OffloadReplica()]
     state, actions = play(state, Unloaded())
-    assert actions == [ResumeEngine(), Report(Role.RESUMING)]
+    assert actions == [Report(Role.RESUMING), ResumeEngine()]
     state, actions = play(state, Resumed())
-    assert actions == [LoadWeights(7), Report(Role.PENDING_WEIGHTS)]
+    assert actions == [Report(Role.PENDING_WEIGHTS), LoadWeights(7)]
     state, actions = play(state, WeightsLoaded(7))
     assert actions == [OpenRouting(), Report(Role.ROLLOUT)]
     assert state.settled
@@ -121,7 +121,7 @@ def test_c12_a_cell_that_joins_with_version_0_gets_no_request_until_it_reports_7
     state, actions = play(CellState(), AuthoritativeVersion(7), ReplicaUp(), EngineUp(0))
     assert OpenRouting() not in actions
     state, actions = play(state, Drained())
-    assert actions == [LoadWeights(7), Report(Role.PENDING_WEIGHTS)]
+    assert actions == [Report(Role.PENDING_WEIGHTS), LoadWeights(7)]
     state, actions = play(state, WeightsLoaded(0))
     assert actions == [LoadWeights(7)]
     assert not state.routing
@@ -131,9 +131,9 @@ def test_c12_a_cell_that_joins_with_version_0_gets_no_request_until_it_reports_7
 
 def test_a_serving_cell_changes_to_a_new_version_without_moving_kv() -> None:
     state, actions = play(serving(), AuthoritativeVersion(8))
-    assert actions == [StopRouting(), Drain(move=False), Report(Role.DRAINING)]
+    assert actions == [Report(Role.DRAINING), StopRouting(), Drain(move=False)]
     state, actions = play(state, Drained())
-    assert actions == [LoadWeights(8), Report(Role.PENDING_WEIGHTS)]
+    assert actions == [Report(Role.PENDING_WEIGHTS), LoadWeights(8)]
     state, actions = play(state, WeightsLoaded(8))
     assert actions == [OpenRouting(), Report(Role.ROLLOUT)]
 
@@ -146,7 +146,7 @@ def test_a_version_that_comes_while_another_is_loaded_is_loaded_before_routing_o
 
 def test_a_training_cell_loads_a_new_version_before_it_claims_more() -> None:
     state, actions = play(training(), AuthoritativeVersion(8))
-    assert actions == [AbandonClaims(), LoadReplica(8), Report(Role.LOADING)]
+    assert actions == [Report(Role.LOADING), AbandonClaims(), LoadReplica(8)]
     state, actions = play(state, Loaded(8))
     assert actions == [Report(Role.TRAIN), AllowClaims()]
 
@@ -155,7 +155,7 @@ def test_a_training_cell_in_a_micro_step_of_the_old_version_finishes_it_for_noth
     state, actions = play(training(), MicroStepBegan(), AuthoritativeVersion(8))
     assert actions == [AbandonClaims()]
     state, actions = play(state, MicroStepEnded())
-    assert actions == [LoadReplica(8), Report(Role.LOADING)]
+    assert actions == [Report(Role.LOADING), LoadReplica(8)]
 
 
 def test_the_core_that_made_the_version_itself_waits_for_its_publication_and_loads_nothing() -> None:
@@ -178,7 +178,7 @@ def test_a_newer_order_in_the_middle_of_a_switch_is_followed_when_the_stage_ends
     assert play(state, Drained())[1] == [OpenRouting(), Report(Role.ROLLOUT)]
 
     state, actions = play(serving(), TO_TRAIN, Drained(), TO_ROLLOUT, Released())
-    assert actions == [ResumeEngine(), Report(Role.RESUMING)]
+    assert actions == [Report(Role.RESUMING), ResumeEngine()]
 
     state, actions = play(training(), TO_ROLLOUT, DesiredRole(Role.TRAIN, 3, 10), SumsShipped())
     assert actions == [Report(Role.TRAIN), AllowClaims()]
@@ -220,7 +220,7 @@ def test_an_engine_that_dies_while_serving_is_started_again_and_loads_before_rou
     state, actions = play(serving(), EngineDied("killed"))
     assert actions == [StopRouting(), Report(Role.RESUMING, "killed"), RestartEngine()]
     state, actions = play(state, EngineUp(3))
-    assert actions == [LoadWeights(7), Report(Role.PENDING_WEIGHTS)]
+    assert actions == [Report(Role.PENDING_WEIGHTS), LoadWeights(7)]
     assert play(state, WeightsLoaded(7))[1] == [OpenRouting(), Report(Role.ROLLOUT)]
 
 
@@ -233,11 +233,11 @@ def test_an_engine_that_dies_while_the_cell_trains_is_started_when_the_cell_retu
     assert actions == [Report(Role.TRAIN, "killed")]
     assert state.claiming
     state, actions = play(state, TO_ROLLOUT, SumsShipped(), Unloaded())
-    assert actions == [RestartEngine(), Report(Role.RESUMING)]
+    assert actions == [Report(Role.RESUMING), RestartEngine()]
 
 
 def test_an_engine_that_dies_while_it_drains_for_training_is_no_hindrance() -> None:
-    assert play(serving(), TO_TRAIN, EngineDied())[1][-2:] == [LoadReplica(7), Report(Role.LOADING)]
+    assert play(serving(), TO_TRAIN, EngineDied())[1][-2:] == [Report(Role.LOADING), LoadReplica(7)]
 
 
 def test_a_replica_that_dies_while_training_gives_its_claims_back_and_loads_again() -> None:
@@ -253,12 +253,12 @@ def test_a_replica_that_dies_while_the_cell_serves_is_started_again_and_no_reque
     assert actions == [RestartReplica(), Report(Role.ROLLOUT, "killed")]
     state, actions = play(state, TO_TRAIN)
     assert (state.role, actions) == (Role.ROLLOUT, [])
-    assert play(state, ReplicaUp())[1] == [StopRouting(), Drain(move=True), Report(Role.DRAINING)]
+    assert play(state, ReplicaUp())[1] == [Report(Role.DRAINING), StopRouting(), Drain(move=True)]
 
 
 def test_a_replica_that_dies_on_the_way_back_does_not_hold_the_cell_up() -> None:
     actions = play(training(), TO_ROLLOUT, ReplicaDied("killed"))[1]
-    assert actions[-2:] == [ResumeEngine(), Report(Role.RESUMING)]
+    assert actions[-2:] == [Report(Role.RESUMING), ResumeEngine()]
     assert actions[0] == AbandonClaims()
 
 
@@ -269,14 +269,14 @@ def test_a_drain_that_times_out_leaves_the_cell_serving() -> None:
     state, actions = play(serving(), TO_TRAIN, StageTimedOut(Stage.DRAIN))
     assert actions == [Report(Role.DRAINING, "drain timed out"), OpenRouting(), Report(Role.ROLLOUT)]
     assert (state.desired, state.goal) == (Role.TRAIN, Role.ROLLOUT)
-    assert play(state, DesiredRole(Role.TRAIN, 2, 10))[1][0] == StopRouting()
+    assert play(state, DesiredRole(Role.TRAIN, 2, 10))[1][1] == StopRouting()
 
 
 def test_a_replica_that_cannot_load_is_started_again_and_the_cell_returns_to_rollout() -> None:
     state, actions = play(serving(), TO_TRAIN, Drained(), Released(), StageFailed(Stage.LOAD, "bad file"))
     assert actions == [RestartReplica(), Report(Role.LOADING, "bad file"), Report(Role.UNLOADING)]
     state, actions = play(state, ReplicaUp())
-    assert actions == [ResumeEngine(), Report(Role.RESUMING)]
+    assert actions == [Report(Role.RESUMING), ResumeEngine()]
 
 
 def test_a_replica_that_does_not_come_up_leaves_the_cell_serving_until_it_is_ordered_to_train_again() -> None:
@@ -287,7 +287,7 @@ def test_a_replica_that_does_not_come_up_leaves_the_cell_serving_until_it_is_ord
     state, actions = play(state, StageFailed(Stage.REPLICA, "no memory"))
     assert actions == [
         *(StopReplica(), Report(Role.LOADING, "no memory")),
-        *(ResumeEngine(), Report(Role.RESUMING)),
+        *(Report(Role.RESUMING), ResumeEngine()),
     ]
     state, actions = play(state, Resumed(), WeightsLoaded(7), DesiredRole(Role.TRAIN, 2, 10))
     assert (state.role, actions) == (Role.ROLLOUT, [RestartReplica()])

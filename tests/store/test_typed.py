@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
-from gyre.errors import BadInput
+from gyre.errors import BadInput, Unavailable
 from gyre.ids import CellId, NodeId
+from gyre.store import typed
 from gyre.store.open import open_store
-from gyre.store.protocol import Put
+from gyre.store.protocol import Compare, Put, Store, StoreClosed, Txn
 from gyre.store.records import CellRoleRecord, CellSpecRecord, Keys, Role, SnapshotRecord
 from gyre.store.typed import TypedStore, put_record
 
@@ -78,3 +80,53 @@ async def test_a_watch_tells_records_before_and_after(store: TypedStore) -> None
     assert second.before is not None
     assert (first.now.record.version, first.before) == (0, None)
     assert (second.now.record.version, second.before.record.version, second.revision) == (1, 0, start + 1)
+
+
+class Away:
+    """A store that does not answer its first calls; a commit may be carried out all the same."""
+
+    def __init__(self, store: Store, unanswered: int, *, carried_out: bool) -> None:
+        self._store = store
+        self._unanswered = unanswered
+        self._carried_out = carried_out
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **rest: Any) -> Any:
+            self._unanswered -= 1
+            if self._unanswered >= 0:
+                if self._carried_out:
+                    await getattr(self._store, name)(*args, **rest)
+                raise Unavailable("the store does not answer")
+            return await getattr(self._store, name)(*args, **rest)
+
+        return call
+
+
+async def test_reads_and_commits_wait_for_a_store_that_is_away(
+    store: TypedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(typed, "RETRY_S", 0.01)
+    await store.put(KEYS.snapshot, SnapshotRecord(0, "a", "/v0"))
+    away = TypedStore(cast(Store, Away(store.store, 2, carried_out=False)))
+    found = await away.get(KEYS.snapshot, SnapshotRecord)
+    assert found is not None
+    assert found.record.version == 0
+
+
+async def test_a_commit_whose_answer_was_lost_is_found_done_on_reading(
+    store: TypedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(typed, "RETRY_S", 0.01)
+    away = TypedStore(cast(Store, Away(store.store, 1, carried_out=True)))
+    new = SnapshotRecord(0, "a", "/v0")
+    result = await away.commit(Txn((Compare.created(KEYS.snapshot, 0),), (put_record(KEYS.snapshot, new),)))
+    assert not result.succeeded
+    found = await away.get(KEYS.snapshot, SnapshotRecord)
+    assert found is not None
+    assert found.record == new
+
+
+async def test_a_store_that_is_closed_is_not_waited_for(store: TypedStore) -> None:
+    await store.store.close()
+    with pytest.raises(StoreClosed):
+        await store.get(KEYS.snapshot, SnapshotRecord)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from gyre.actors.messages import SpanRecord
+from gyre.actors.messages_gyrectl import SpanRecord
 from gyre.errors import BadInput
 from gyre.telemetry.tracing import Tracing, waterfall
 

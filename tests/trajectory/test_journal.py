@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.errors import BadInput
-from gyre.ids import CallId, RunId
+from gyre.ids import CallId, GroupId, RunId
 from gyre.trajectory import journal
 from gyre.trajectory.journal import (
     SEGMENT_HEADER,
@@ -27,7 +27,7 @@ from gyre.trajectory.records import LineageRole
 from gyre.trajectory.tree import Tree
 from gyre.wire import pack_any
 
-OPENED = RunOpened(RunId("run"), 1, "key", "scripted", 1.0, 64)
+OPENED = RunOpened(RunId("run"), GroupId("group"), 1, "key", "scripted", 1.0, 64)
 
 
 def ids(*tokens: int) -> bytes:

@@ -1,7 +1,8 @@
 """`python -m gyre.engine.local --model DIR --version N`: one engine process. SIGTERM ends it cleanly.
 
 When it serves it writes `--ready-file` (JSON: port, pid, url, kv_address). `--secret-file` holds the job's
-secret: only who knows it may use the HTTP surface or pull KV blocks. Without it the surface is open, and none move.
+secret: only who knows it may pull KV blocks, and only who has a key of it (gyre.engine.access) may use the HTTP surface.
+Without it the surface is open, and none move.
 """
 
 from __future__ import annotations
@@ -14,33 +15,42 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gyre.engine.local.shape import read_shape
 from gyre.errors import BadInput, GyreError
+
+if TYPE_CHECKING:
+    from gyre.engine.local.sampling import Sampler
 
 _DTYPES = ("float32", "bfloat16")
 _SHUTDOWN_S = 5.0
 
 
-def main() -> int:
+def main(sampler: Sampler | None = None) -> int:
+    """Serve until SIGTERM. `sampler` stands in for the model's own choice of tokens."""
     options = _options()
     try:
         # torch takes seconds to import: what is wrong with the options is said before.
         read_shape(Path(options.model))
         secret = _secret(Path(options.secret_file)) if options.secret_file else None
-        asyncio.run(_serve(options, secret, _listen(options.host, options.port)))
+        asyncio.run(_serve(options, secret, _listen(options.host, options.port), sampler))
     except GyreError as error:
         print(f"gyre.engine.local: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(options: argparse.Namespace, secret: bytes | None, listener: socket.socket) -> None:
+async def _serve(
+    options: argparse.Namespace, secret: bytes | None, listener: socket.socket, sampler: Sampler | None
+) -> None:
     import torch
     from aiohttp import web
 
+    from gyre.engine.access import http_key
     from gyre.engine.local.core import EngineConfig, EngineCore
     from gyre.engine.local.kv_exchange import KvExchange
+    from gyre.engine.local.sampling import sample
     from gyre.engine.local.server import EngineServer
     from gyre.kv_migrate.tcp import TcpTransport
 
@@ -58,12 +68,13 @@ async def _serve(options: argparse.Namespace, secret: bytes | None, listener: so
             cache_tokens=options.cache_tokens,
             max_running=options.max_running,
             dtype=getattr(torch, options.dtype),
-        )
+        ),
+        sampler or sample,
     )
     exchange = None
     if secret is not None:
         exchange = KvExchange(await TcpTransport.open(secret, options.host))
-    server = EngineServer(core, exchange, secret or b"")
+    server = EngineServer(core, exchange, http_key(secret.decode()).encode() if secret else b"")
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
     )

@@ -22,7 +22,7 @@ from gyre.engine.local.block_store import BlockStore
 from gyre.engine.local.decode_window import DecodeWindow
 from gyre.engine.local.forward import Part, forward
 from gyre.engine.local.requests import FinishReason, Load, Output, SampleRequest
-from gyre.engine.local.sampling import Draw, sample
+from gyre.engine.local.sampling import Draw, Sampler, sample
 from gyre.engine.local.sequence import Sequence
 from gyre.engine.local.shape import read_shape
 from gyre.engine.local.weights import Weights, load_weights
@@ -47,8 +47,9 @@ class EngineConfig:
 class EngineCore:
     """Not thread-safe: one thread owns it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, sampler: Sampler = sample) -> None:
         self._config = config
+        self._sampler = sampler
         self.shape = read_shape(config.model)
         self.model_path = config.model
         self._weights: Weights | None = load_weights(config.model, self.shape, config.dtype)
@@ -208,10 +209,8 @@ class EngineCore:
         return parts
 
     def _sample(self, sequences: Seq[Sequence], logits: torch.Tensor) -> None:
-        draws = [
-            Draw(s.request.temperature, s.request.top_p, s.request.top_k, s.seed, len(s.tokens)) for s in sequences
-        ]
-        tokens, logprobs = sample(logits, draws)
+        draws = [Draw(s.request.temperature, s.request.top_p, s.request.top_k, s.seed, s.tokens) for s in sequences]
+        tokens, logprobs = self._sampler(logits, draws)
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
                 self._finish(sequence, FinishReason("abort", message="the model's logits are not finite"))

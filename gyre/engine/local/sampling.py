@@ -7,7 +7,7 @@ seed samples what it would have sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -17,15 +17,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row is sampled."""
+    """How one row is sampled. `before` are all tokens before the new one."""
 
     temperature: float
     top_p: float
     top_k: int
     """-1: all tokens."""
     seed: int
-    position: int
-    """The place of the new token in the whole sequence."""
+    before: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """The place of the new token in the whole sequence."""
+        return len(self.before)
+
+
+Sampler = Callable[[Tensor, Sequence[Draw]], tuple[list[int], list[float]]]
+"""The token of each row of logits and its log-probability: `sample`, or what stands in for the model's own choice."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:

@@ -1,4 +1,7 @@
-"""mini-swe-agent, unmodified: its own `mini` entry point, on the OpenAI Chat dialect.
+"""mini-swe-agent, unmodified: its own `mini` entry point, on the OpenAI Chat dialect. Tried with 2.4.6.
+
+It has one thread and no compaction: a run that outgrows the model's context ends there. It never streams, and its
+client sends an equal request after 600 s without an answer, which joins the call.
 
 Importing it costs seconds (it loads litellm), so it is forked from a zygote. `mini_swe_agent_preload.json` lists what
 it leaves for its first call to a model; tests/harness/list_lazy_work.py makes that list.
@@ -11,7 +14,10 @@ import sys
 from pathlib import Path
 
 from gyre.harness.profiles import ForkServer, Launch, LaunchContext, Profile
+from gyre.harness.wire import Wire
 from gyre.harness.workspace import RunFolder
+
+WIRE = Wire()
 
 _TRAJECTORY_BYTES = 256 << 20
 _IMPORT_ENV = {
@@ -27,8 +33,8 @@ def trajectory(folder: RunFolder) -> Path:
 
 def launch(context: LaunchContext) -> Launch:
     arguments = ["--yolo", "--exit-immediately", "--cost-limit", "0", "--model", "openai/policy"]
-    if context.config is not None:
-        arguments += ["--config", str(context.config)]
+    if context.settings.config is not None:
+        arguments += ["--config", str(context.settings.config)]
     arguments += ["--output", str(trajectory(context.folder)), f"--task={context.instruction}"]
     env = context.environment(
         **_IMPORT_ENV,
@@ -56,6 +62,7 @@ PROFILE = Profile(
     name="mini-swe-agent",
     launch=launch,
     submitted=submitted,
+    wire=WIRE,
     module="minisweagent",
     extra="demo",
     fork_server=ForkServer(

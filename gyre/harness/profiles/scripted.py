@@ -22,7 +22,7 @@ def result(folder: RunFolder) -> Path:
 
 def launch(context: LaunchContext) -> Launch:
     program = (sys.executable, "-I", "-S", str(_PROGRAM))
-    arguments = (context.base_url, str(context.config), str(result(context.folder)), context.instruction)
+    arguments = (context.base_url, str(context.settings.config), str(result(context.folder)), context.instruction)
     return Launch(program, arguments, context.environment())
 
 

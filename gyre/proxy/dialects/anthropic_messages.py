@@ -1,4 +1,11 @@
-"""Anthropic Messages."""
+"""Anthropic Messages.
+
+Honoured: text in every role (system messages in the middle of the list too), thinking both ways, tools, `tool_choice`
+`auto` and `none`, `stop_sequences`, `max_tokens`, `count_tokens`. Refused: images and documents, in tool results as
+well, a tool choice that forces a call, a list that ends with an assistant's turn: none is continued. Left out: tools
+that a server runs, thinking that was redacted. All else is taken and kept in the journal; `thinking`, `output_config`
+and `disable_parallel_tool_use` as wishes, `temperature` and `top_p` in favour of the run's own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,7 @@ from gyre.proxy.dialects.shapes import (
     check_number,
     count_of,
     flag_of,
+    offers_tools,
     text_of,
     texts_of,
 )
@@ -58,10 +66,14 @@ class AnthropicMessages:
             raise bad_request("messages: at least one message is expected")
         for place, item in enumerate(listed):
             messages += _messages(item, f"messages.{place}")
-        tools = body.get("tools")
+        if required and messages[-1].speaker is Speaker.ASSISTANT:
+            raise bad_request(
+                f"messages.{len(listed) - 1}: no assistant's turn is continued; the list must not end with one"
+            )
+        tools = () if body.get("tools") is None else _tools(body["tools"])
         return Conversation(
             messages=in_call_order(messages),
-            tools=_tools(tools) if tools is not None else (),
+            tools=tools if offers_tools(body.get("tool_choice"), "tool_choice") else (),
             stop=texts_of(body, "stop_sequences", 64),
             max_tokens=max_tokens,
             seed=None,
@@ -93,6 +105,12 @@ class AnthropicMessages:
         events.append(_event("message_delta", {"delta": _end(reply), "usage": usage}))
         events.append(_event("message_stop", {}))
         return events
+
+    def model(self, name: str) -> dict[str, Any]:
+        return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+    def models(self, name: str) -> dict[str, Any]:
+        return {"data": [self.model(name)], "has_more": False, "first_id": name, "last_id": name}
 
     def heartbeat(self) -> bytes:
         return _event("ping", {})

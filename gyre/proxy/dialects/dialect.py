@@ -30,6 +30,14 @@ class Dialect(Protocol):
         """The answer as the events of a whole stream, in order."""
         ...
 
+    def model(self, name: str) -> dict[str, Any]:
+        """The model under the name that was asked for."""
+        ...
+
+    def models(self, name: str) -> dict[str, Any]:
+        """The list of the one model that there is."""
+        ...
+
     def heartbeat(self) -> bytes:
         """Something to send while a stream is held back, that every client of this dialect ignores."""
         ...

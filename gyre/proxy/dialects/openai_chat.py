@@ -1,4 +1,11 @@
-"""OpenAI Chat Completions."""
+"""OpenAI Chat Completions.
+
+Honoured: text in every role (system and developer messages stand where they were put), function tools, `tool_choice`
+`auto` and `none`, `stop`, `max_tokens` and `max_completion_tokens`, `seed`, `reasoning_content` both ways. Behind an
+assistant's turn at the list's end another one begins. Refused: images, audio and files, `n` over 1, tools that are no
+functions, a tool choice that forces a call. All else is taken and kept in the journal; `parallel_tool_calls` and
+`response_format` as wishes, `temperature` and `top_p` in favour of the run's own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.proxy.conversation import Conversation, Finish, Message, Reply, Speaker, ToolCall, in_call_order
+from gyre.proxy.dialects.openai_forms import openai_fault, openai_model
 from gyre.proxy.dialects.shapes import (
     as_list,
     as_mapping,
@@ -14,11 +22,12 @@ from gyre.proxy.dialects.shapes import (
     check_number,
     count_of,
     flag_of,
+    offers_tools,
     seed_of,
     text_of,
     texts_of,
 )
-from gyre.proxy.faults import Fault, FaultKind, bad_request
+from gyre.proxy.faults import Fault, bad_request
 
 _SPEAKERS = {
     "system": Speaker.SYSTEM,
@@ -26,21 +35,6 @@ _SPEAKERS = {
     "user": Speaker.USER,
     "assistant": Speaker.ASSISTANT,
     "tool": Speaker.TOOL,
-}
-_STATUS = {
-    FaultKind.BAD_REQUEST: 400,
-    FaultKind.TOO_LONG: 400,
-    FaultKind.UNAUTHORIZED: 401,
-    FaultKind.NOT_FOUND: 404,
-    FaultKind.CLOSED: 410,
-    FaultKind.TOO_LARGE: 413,
-    FaultKind.UNAVAILABLE: 503,
-}
-_CODE = {
-    FaultKind.TOO_LONG: "context_length_exceeded",
-    FaultKind.UNAUTHORIZED: "invalid_api_key",
-    FaultKind.CLOSED: "run_closed",
-    FaultKind.UNAVAILABLE: "engine_unavailable",
 }
 
 
@@ -59,12 +53,13 @@ class OpenAIChat:
             raise bad_request("messages: at least one message is expected")
         messages = [_message(item, f"messages[{place}]") for place, item in enumerate(listed)]
         tools = [] if body.get("tools") is None else as_list(body["tools"], "tools")
+        offered = tuple(_tool(item, f"tools[{place}]") for place, item in enumerate(tools))
         asked = [count_of(body, key, 1) for key in ("max_tokens", "max_completion_tokens")]
         limits = [limit for limit in asked if limit is not None]
         options = body.get("stream_options")
         return Conversation(
             messages=in_call_order(messages),
-            tools=tuple(_tool(item, f"tools[{place}]") for place, item in enumerate(tools)),
+            tools=offered if offers_tools(body.get("tool_choice"), "tool_choice") else (),
             stop=texts_of(body, "stop", 16),
             max_tokens=min(limits, default=None),
             seed=seed_of(body, "seed"),
@@ -110,22 +105,19 @@ class OpenAIChat:
             chunks.append({**envelope, "choices": [], "usage": _usage(reply)})
         return [*(_event(chunk) for chunk in chunks), b"data: [DONE]\n\n"]
 
+    def model(self, name: str) -> dict[str, Any]:
+        return openai_model(name)
+
+    def models(self, name: str) -> dict[str, Any]:
+        return {"object": "list", "data": [openai_model(name)]}
+
     def heartbeat(self) -> bytes:
         return b": held\n\n"
 
     # ------------------------------------------------------------------------------------------ faults
 
     def fault(self, fault: Fault) -> tuple[int, dict[str, Any]]:
-        message = str(fault)
-        if fault.kind is FaultKind.TOO_LONG:
-            message = (
-                f"This model's maximum context length is {fault.context_tokens} tokens. However, your messages "
-                f"resulted in {fault.prompt_tokens} tokens. Please reduce the length of the messages."
-            )
-        kind = "server_error" if fault.kind is FaultKind.UNAVAILABLE else "invalid_request_error"
-        param = "messages" if fault.kind is FaultKind.TOO_LONG else None
-        error = {"message": message, "type": kind, "param": param, "code": _CODE.get(fault.kind)}
-        return _STATUS[fault.kind], {"error": error}
+        return openai_fault(fault, "messages")
 
     def fault_event(self, fault: Fault) -> bytes:
         return _event(self.fault(fault)[1])
@@ -204,6 +196,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "completion_tokens": answer.output_tokens,
         "total_tokens": answer.prompt_tokens + answer.output_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
     }
 
 

@@ -87,6 +87,17 @@ def texts_of(body: Mapping[str, Any], key: str, most: int) -> tuple[str, ...]:
     return tuple(text for place, item in enumerate(values) if (text := as_text(item, f"{key}[{place}]")))
 
 
+def offers_tools(choice: object, field: str) -> bool:
+    """Whether a tool choice lets the model have its tools: it may be told of none, and cannot be made to call one."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in (None, "auto"):
+        return True
+    if kind == "none":
+        return False
+    name = repr(kind)[:40] if isinstance(kind, str) else _kind(kind)
+    raise bad_request(f"{field}: {name} is not supported, no call can be forced; auto or none")
+
+
 def _kind(value: object) -> str:
     for kind, name in _NAMES:
         if isinstance(value, kind):

@@ -1,0 +1,106 @@
+"""What gyrectl asks a node, and what it is shown: the status of a job, and traces.
+
+Records as in gyre.actors.messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gyre.ids import CellId
+from gyre.store.records import Role
+from gyre.wire import record
+
+
+@record("get_status")
+@dataclass(frozen=True)
+class GetStatus:
+    """-> Status."""
+
+
+@record("cell_status")
+@dataclass(frozen=True)
+class CellStatus:
+    cell: CellId
+    core: bool
+    role: Role
+    version: int
+    in_flight: int
+    engine_pid: int
+    replica_pid: int
+
+
+@record("status")
+@dataclass(frozen=True)
+class Status:
+    """What the live view and `gyrectl status` show."""
+
+    job: str
+    state: str
+    phase: str
+    """`starting`, `held-out before`, `training`, `held-out after`, `finished`, `stopping`, `failed`."""
+    reason: str
+    step: int
+    steps: int
+    version: int
+    mean_reward: float | None
+    """Of the last step."""
+    rewards: tuple[float, ...]
+    """Of every step so far."""
+    heldout_before: float | None
+    heldout_after: float | None
+    heldout_done: int
+    heldout_total: int
+    queued: int
+    live: int
+    settled: int
+    groups_ready: int
+    micro_steps_done: int
+    micro_steps: int
+    cells: tuple[CellStatus, ...]
+    rollout_to_train: int
+    train_to_rollout: int
+    calls: int
+    sampled_tokens: int
+    max_silence_s: float
+    pids: dict[str, int]
+    """Every child process by name."""
+    base_url: str
+    active_s: float
+    events: tuple[str, ...]
+    """The last lines of what happened, newest last."""
+
+
+@record("stop_job")
+@dataclass(frozen=True)
+class StopJob:
+    """End all runs and children cleanly; gyred exits when done. -> Ok at once."""
+
+    reason: str
+
+
+@record("get_trace")
+@dataclass(frozen=True)
+class GetTrace:
+    """-> Trace. `switch` is a switch id, or a trace id, or empty for the last one."""
+
+    switch: str
+
+
+@record("span_record")
+@dataclass(frozen=True)
+class SpanRecord:
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    start_unix_ns: int
+    end_unix_ns: int
+    attributes: dict[str, str]
+    error: str
+
+
+@record("trace")
+@dataclass(frozen=True)
+class Trace:
+    spans: tuple[SpanRecord, ...]

@@ -1,0 +1,92 @@
+"""What `gyrectl run` reads: a job's journals, and its tokenizer where there is one to be had.
+
+Journals are read as they lie on disk, open or closed, and never written to; the job may be running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre.cli.client import read_spec
+from gyre.errors import BadInput, GyreError
+from gyre.jobdir import JobDir
+from gyre.proxy.journal_writer import look_at_journal
+from gyre.proxy.journals import JournalPlace, find_journal, journals
+from gyre.trajectory.replay import Replay, replay
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """One journal, read."""
+
+    place: JournalPlace
+    damaged: bool
+    """Whether bytes behind its last sound record are torn; a run that writes at this moment may look so too."""
+    run: Replay
+
+
+class RunFiles:
+    """The journals of one job."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
+        self.unreadable: list[str] = []
+        """What `some` had to leave out, and why, a line each."""
+
+    @property
+    def j_max(self) -> int:
+        return read_spec(self._job).batch.j_max
+
+    def one(self, run: str, attempt: int | None) -> RunFile:
+        """The run's last attempt, or the one that is named. Raises BadInput."""
+        return _read(find_journal(self._job.journal, run, attempt))
+
+    def some(self, runs: Sequence[str], attempt: int | None) -> Iterator[RunFile]:
+        """The named runs, or every journal of the job that can be read."""
+        if runs:
+            yield from [self.one(run, attempt) for run in runs]
+            return
+        for place in journals(self._job.journal):
+            try:
+                yield _read(place)
+            except BadInput as error:  # torn in its first record, or of another time's format
+                self.unreadable.append(f"attempt {place.attempt}: {error}")
+            except FileNotFoundError:  # it was closed and put away a moment ago
+                yield self.one(place.run, place.attempt)
+
+    def words(self) -> Words | None:
+        """The job's tokenizer, or None where it cannot be read."""
+        from gyre.actors.node import NodeConfig
+        from gyre.demo.builtin import model_dir
+
+        try:
+            base = NodeConfig.load(self._job.node_file).base
+            return Words(model_dir(read_spec(self._job).model.path, base) / "tokenizer.json")
+        except (GyreError, OSError, ImportError):
+            return None
+
+
+class Words:
+    """Token ids as text. Raises BadInput for a file that is no tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every fault of the file
+            raise BadInput("tokenizer", str(path), f"a readable tokenizer.json is needed ({error})") from error
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def _read(place: JournalPlace) -> RunFile:
+    found = look_at_journal(place.folder)
+    try:
+        return RunFile(place, found.torn is not None, replay(found.records))
+    except BadInput as error:
+        raise BadInput(f"journal of run {place.run}", error.value, error.allowed) from error

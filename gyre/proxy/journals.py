@@ -1,0 +1,69 @@
+"""Where a gateway keeps its runs' journals: one folder an attempt, among the open ones or the closed ones.
+
+<journal>/open/<run>/<attempt>/000000.journal
+<journal>/closed/<run>.<attempt>/000000.journal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre.errors import BadInput
+from gyre.ids import RunId
+
+_SUFFIX = ".journal"
+
+
+@dataclass(frozen=True)
+class JournalPlace:
+    run: RunId
+    attempt: int
+    open: bool
+    folder: Path
+
+
+def open_folder(root: Path, run: RunId, attempt: int) -> Path:
+    return root / "open" / run / f"{attempt}"
+
+
+def closed_folder(root: Path, run: RunId, attempt: int) -> Path:
+    return root / "closed" / f"{run}.{attempt}"
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    return folder / f"{segment:06d}{_SUFFIX}"
+
+
+def segments(folder: Path) -> list[Path]:
+    """The segments of one journal, in order."""
+    return sorted(folder.glob(f"*{_SUFFIX}"))
+
+
+def journals(root: Path) -> list[JournalPlace]:
+    """Every journal under `root`, by run and attempt. A run that closes meanwhile is found once, or in both places."""
+    places = {(place.run, place.attempt): place for place in (*_closed(root), *_open(root))}
+    return [places[key] for key in sorted(places)]
+
+
+def find_journal(root: Path, run: str, attempt: int | None) -> JournalPlace:
+    """The journal of a run's attempt, or of its last one. Raises BadInput where there is none."""
+    found = [place for place in journals(root) if place.run == run and attempt in (None, place.attempt)]
+    if not found:
+        named = run if attempt is None else f"{run}, attempt {attempt}"
+        raise BadInput("run", named, f"a run with a journal under {root}; `gyrectl run list` names them")
+    return found[-1]
+
+
+def _open(root: Path) -> Iterator[JournalPlace]:
+    for folder in (root / "open").glob("*/*"):
+        if folder.name.isdecimal():
+            yield JournalPlace(RunId(folder.parent.name), int(folder.name), True, folder)
+
+
+def _closed(root: Path) -> Iterator[JournalPlace]:
+    for folder in (root / "closed").iterdir() if (root / "closed").is_dir() else ():
+        run, _, attempt = folder.name.rpartition(".")
+        if run and attempt.isdecimal():
+            yield JournalPlace(RunId(run), int(attempt), False, folder)

@@ -1,0 +1,254 @@
+"""`gyrectl run …` on journals as a gateway leaves them: open, closed, torn; while nothing of them is changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from gyre.cli.gyrectl import app
+from gyre.config import JobSpec
+from gyre.ids import CallId, GroupId, RunId
+from gyre.trajectory.journal import (
+    SEGMENT_HEADER,
+    CallDelivered,
+    CallEnded,
+    CallSampled,
+    CallStarted,
+    JournalRecord,
+    RunClosed,
+    RunOpened,
+    encode,
+)
+from gyre.trajectory.records import LineageRole
+
+MAIN, MAIN_SUMMARY, SUB, _, AUXILIARY = LineageRole
+CIRCUMSTANCES = {"new_thread": False, "without_answers": False, "after_summary": False, "left_answer": False}
+SPEC = {
+    "job": {"name": "looked-at", "steps": 1},
+    "model": {"path": "builtin:tiny"},
+    "tasks": {"source": "builtin:chores"},
+    "batch": {"j_max": 2},
+}
+
+
+def call(
+    seq: int,
+    base: int | None,
+    suffix: list[int],
+    output: list[int],
+    role: LineageRole = MAIN,
+    *,
+    delivered: bool = True,
+) -> list[JournalRecord]:
+    name = CallId(f"r.1.{seq}")
+    request = {
+        "thread": "t" if role is SUB else "",
+        "circumstances": CIRCUMSTANCES | {"new_thread": base is None},
+        "body": {"extra": seq},
+    }
+    count = len(output)
+    records: list[JournalRecord] = [
+        CallStarted(
+            call=name,
+            seq=seq,
+            started_unix_s=1700000000.0 + seq,
+            dialect="openai-chat",
+            digest=b"d",
+            role=role,
+            base=None if base is None else CallId(f"r.1.{base}"),
+            suffix=array("i", suffix).tobytes(),
+            max_tokens=64,
+            request=json.dumps(request).encode(),
+        ),
+        CallSampled(
+            name, array("i", output).tobytes(), array("f", [-0.5] * count).tobytes(), array("i", [3] * count).tobytes()
+        ),
+        CallEnded(name, "stop", (), b"{}"),
+    ]
+    return [*records, CallDelivered(name)] if delivered else records
+
+
+RUN: list[JournalRecord] = [
+    RunOpened(RunId("r"), GroupId("g"), 1, "key", "codex", 1.0, 64),
+    *call(0, None, [40, 41, 42], [50, 51]),
+    *call(1, 0, [43], [52]),
+    *call(2, None, [60, 61], [62, 63, 64], SUB),
+    *call(3, 1, [44], [53, 54], MAIN_SUMMARY),
+    *call(4, None, [70], [71], AUXILIARY),
+    *call(5, None, [80], [81], SUB),
+    *call(6, 1, [45], [55], delivered=False),
+    call(7, 1, [46], [])[0],
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    root = tmp_path / "job"
+    root.mkdir()
+    (root / "job.json").write_text(JobSpec.model_validate_json(json.dumps(SPEC)).to_json())
+    (root / "node.toml").write_text(
+        f'[node]\nname = "n0"\ndir = "{root}"\nbase = "{tmp_path}"\nstore = "sqlite://{root}/store.db"\n'
+    )
+    write(root / "journal/open/r/1", RUN)
+    closed = [RunOpened(RunId("done"), GroupId("g"), 2, "k", "scripted", 1.0, 64), *call(0, None, [40], [41])]
+    write(root / "journal/closed/done.2", [*closed, RunClosed(RunId("done"), 2, "the disk was full")])
+    return root
+
+
+def write(folder: Path, records: list[JournalRecord], tail: bytes = b"") -> None:
+    folder.mkdir(parents=True)
+    (folder / "000000.journal").write_bytes(SEGMENT_HEADER + b"".join(map(encode, records)) + tail)
+
+
+def gyrectl(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["run", *arguments])
+
+
+def plain(*arguments: str) -> Any:
+    result = gyrectl(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def content(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (root / "journal").rglob("*.journal")}
+
+
+def test_list_names_open_and_closed_runs_and_how_far_they_are(job: Path) -> None:
+    rows = {row["run"]: row for row in plain("list", "--dir", str(job))}
+    assert (rows["r"]["state"], rows["r"]["calls"], rows["r"]["delivered_calls"]) == ("open", 8, 6)
+    assert rows["r"]["sampled_tokens"] == 2 + 1 + 3 + 2 + 1 + 1
+    assert (rows["done"]["attempt"], rows["done"]["state"], rows["done"]["failure"]) == (
+        2,
+        "closed",
+        "the disk was full",
+    )
+    text = gyrectl("list", "--dir", str(job)).stdout
+    assert "6 of 8" in text
+    assert "the disk was full" in text
+
+
+def test_tree_says_of_each_call_what_is_trained_and_why_the_rest_is_not(job: Path) -> None:
+    found = plain("tree", "r", "--dir", str(job))
+    told = [(row["seq"], row["use"], row["lineage"], row["context_in"], row["parent"]) for row in found["calls"]]
+    assert told == [
+        (0, "counted", 0, [], None),
+        (1, "counted", 0, [], "r.1.0"),
+        (2, "counted", 1, [], None),
+        (3, "counted", 0, [], "r.1.1"),
+        (4, "auxiliary", None, [], None),
+        (5, "over j_max", None, [], None),
+        (6, "undelivered", None, [], "r.1.1"),
+        (7, "unanswered", None, [], "r.1.1"),
+    ]
+    assert found["faults"] == []
+
+
+def test_tree_is_drawn_with_a_line_for_every_call(job: Path) -> None:
+    text = gyrectl("tree", "r", "--dir", str(job)).stdout
+    for part in (
+        "#0 main",
+        "#3 main-summary",
+        "not trained: auxiliary",
+        "not trained: undelivered",
+        "fork: new-thread",
+    ):
+        assert part in text
+    assert len(text.splitlines()) == 9
+
+
+def test_replay_gives_a_calls_exact_prompt_and_output(job: Path) -> None:
+    found = plain("replay", "r", "1", "--dir", str(job))
+    assert found["prompt_ids"] == [40, 41, 42, 50, 51, 43]
+    assert [(token["id"], token["logprob"], token["version"]) for token in found["output"]] == [(52, -0.5, 3)]
+    assert found["request"] == {"extra": 1}
+    assert found["prompt_text"]
+    assert plain("replay", "r", "r.1.1", "--dir", str(job)) == found
+    text = gyrectl("replay", "r", "1", "--dir", str(job)).stdout
+    assert "-0.5000" in text
+    assert "prompt, 6 tokens" in text
+
+
+def test_replay_of_a_whole_run_shows_of_each_prompt_what_was_new(job: Path) -> None:
+    lines = gyrectl("replay", "r", "--dir", str(job), "--json").stdout.splitlines()
+    assert [json.loads(line)["seq"] for line in lines] == list(range(8))
+    text = gyrectl("replay", "r", "--dir", str(job)).stdout
+    assert "prompt, 6 tokens, of which 5 are the call before it" in text
+    assert "no end on record" in text
+
+
+def test_a_torn_tail_is_looked_past_and_left_as_it_is(job: Path) -> None:
+    write(
+        job / "journal/open/torn/1",
+        [RunOpened(RunId("torn"), GroupId("g"), 1, "k", "x", 1.0, 9)],
+        b"torn in the middle",
+    )
+    write(job / "journal/open/empty/1", [], b"t")
+    before = content(job)
+    rows = {row["run"]: row for row in plain("list", "--dir", str(job))}
+    assert rows["torn"]["damaged"]
+    assert "empty" not in rows
+    listed = gyrectl("list", "--dir", str(job))
+    assert listed.exit_code == 0
+    assert listed.stderr.startswith("attempt 1: journal of run empty: 'nothing' is not allowed")
+    assert plain("tree", "torn", "--dir", str(job))["calls"] == []
+    assert content(job) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tree", "nobody"], "run: 'nobody' is not allowed; a run with a journal under"),
+        (["tree", "r", "--attempt", "7"], "run: 'r, attempt 7' is not allowed; a run with a journal under"),
+        (["replay", "r", "99"], "call: '99' is not allowed; a call of run r: 0 to 7, or its id"),
+        (["export", "nobody", "--out", "x"], "run: 'nobody' is not allowed"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(job: Path, arguments: list[str], said: str) -> None:
+    result = gyrectl(*arguments, "--dir", str(job))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(said)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_export_writes_calls_and_lineages_as_jsonl_and_parquet_that_agree(job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = gyrectl("export", "--out", str(out), "--dir", str(job))
+    assert result.exit_code == 0, result.output
+    for name in ("calls", "lineages"):
+        lines = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+        assert pq.read_table(out / f"{name}.parquet").to_pylist() == lines
+    calls = [json.loads(line) for line in (out / "calls.jsonl").read_text().splitlines()]
+    assert len(calls) == 9
+    assert calls[2]["suffix_ids"] == [43]
+    assert json.loads(calls[2]["request"]) == {"extra": 1}
+    lineages = [json.loads(line) for line in (out / "lineages.jsonl").read_text().splitlines()]
+    assert (lineages[0]["run"], lineages[0]["lineage"], lineages[0]["counted_tokens"]) == ("done", 0, 1)
+    counted = sum(row["counted_tokens"] for row in calls)
+    assert counted == sum(row["counted_tokens"] for row in lineages) == sum(sum(row["counted"]) for row in lineages)
+    assert not list(out.glob("*.draft"))
+
+
+def test_export_without_pyarrow_writes_jsonl_and_says_so(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = gyrectl("export", "r", "--out", str(tmp_path / "out"), "--dir", str(job))
+    assert result.exit_code == 0, result.output
+    assert "pyarrow is not installed, so no Parquet was written: pip install 'gyre[export]'" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["calls.jsonl", "lineages.jsonl"]
+
+
+def test_every_column_of_the_export_is_documented() -> None:
+    from gyre.cli.run_export import CALLS, LINEAGES
+
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    for name in (*CALLS, *LINEAGES):
+        assert f"| `{name}` |" in page, name

@@ -1,0 +1,242 @@
+"""The simulated network, and references that send over it with what gyre.actors.remote promises.
+
+A message arrives at most once, messages of one reference in order. An ask ends with an answer, at its deadline, or
+with Unavailable when the connection breaks or the peer dies; whether it was handled is then unknown. While two places
+are cut off, what is sent waits, as TCP has it, and arrives when they are together again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gyre.actors.supervision import ActorFailed
+from gyre.errors import BadInput, GyreError, Unavailable
+
+from .loop import Process, SimLoop
+
+R = TypeVar("R")
+
+NEAR_S = 0.0008
+FAR_S = 0.004
+RETRY_S = 0.3
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom a reference leads to at the moment: a living process at a place, and how it takes messages."""
+
+    place: str
+    process: Process
+    serve: Callable[[object, float], Awaitable[object]]
+    tell: Callable[[object], None]
+
+
+@dataclass
+class _Asked:
+    places: tuple[str, str]
+    process: Process
+    answer: asyncio.Future[object]
+    source: Process
+    serving: asyncio.Task[None] | None = None
+
+
+class Network:
+    def __init__(self, loop: SimLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self._rng = rng
+        self._cut: dict[tuple[str, str], float] = {}
+        self._slow: dict[tuple[str, str], tuple[float, float]] = {}
+        self._last_s: dict[tuple[object, object], float] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._number = 0
+        self.repeated_until_s = 0.0
+
+    # ------------------------------------------------------------------ how long it takes
+
+    def cut(self, a: str, b: str, until_s: float) -> None:
+        self._cut[a, b] = max(until_s, self._cut.get((a, b), 0.0))
+
+    def slow(self, a: str, b: str, until_s: float, extra_s: float) -> None:
+        self._slow[a, b] = (until_s, extra_s)
+
+    def cut_until(self, a: str, b: str) -> float:
+        return self._cut.get((a, b), 0.0)
+
+    def latency_s(self, a: str, b: str) -> float:
+        low_s = NEAR_S if a == b else FAR_S
+        taken_s = low_s * (0.5 + self._rng.random() * 2.0)
+        if self._rng.random() < 0.02:
+            taken_s += self._rng.random() * 0.3
+        until_s, extra_s = self._slow.get((a, b), (0.0, 0.0))
+        if self.loop.time() < until_s:
+            taken_s += extra_s * self._rng.random()
+        return taken_s
+
+    def arrival_s(self, a: str, b: str) -> float:
+        return max(self.loop.time(), self.cut_until(a, b)) + self.latency_s(a, b)
+
+    # ------------------------------------------------------------------ messages
+
+    def post(self, channel: tuple[object, object], a: str, b: str, to: Process, deliver: Callable[[], object]) -> None:
+        """One message, behind those of its channel that went before."""
+        at_s = max(self.arrival_s(a, b), self._last_s.get(channel, 0.0) + 1e-6)
+        self._last_s[channel] = at_s
+        self.loop.call_at(at_s, deliver, context=to.context)
+
+    def expect(self, places: tuple[str, str], process: Process, source: Process) -> tuple[int, asyncio.Future[object]]:
+        self._number += 1
+        self._asked[self._number] = _Asked(places, process, self.loop.create_future(), source)
+        return self._number, self._asked[self._number].answer
+
+    def forget(self, number: int) -> None:
+        self._asked.pop(number, None)
+
+    def serving(self, number: int, task: asyncio.Task[None]) -> None:
+        if number in self._asked:
+            self._asked[number].serving = task
+
+    @property
+    def waiting(self) -> int:
+        return len(self._asked)
+
+    def died(self, process: Process) -> None:
+        """What was asked of it gets no answer, and what it has asked is nobody's any more."""
+        for number, asked in list(self._asked.items()):
+            if asked.source is process:
+                del self._asked[number]
+            elif asked.process is process:
+                self._refuse(asked, f"the connection to {process.name} broke before the answer")
+
+    def break_links(self, a: str, b: str) -> None:
+        """Every connection between two places ends; what was asked over it may or may not be carried out."""
+        for asked in list(self._asked.values()):
+            if set(asked.places) == {a, b}:
+                self._refuse(asked, "the connection broke before the answer")
+                if asked.serving is not None and self._rng.random() < 0.5:
+                    asked.serving.cancel()
+
+    def _refuse(self, asked: _Asked, reason: str) -> None:
+        def refuse() -> None:
+            if not asked.answer.done():
+                asked.answer.set_exception(Unavailable(reason))
+
+        self.loop.call_later(self.latency_s(*asked.places), refuse, context=asked.source.context)
+
+    def twice(self) -> bool:
+        return self.loop.time() < self.repeated_until_s and self._rng.random() < 0.3
+
+
+class ActorElsewhere:
+    """An actor of another node, as a site has to show it to its own: what cannot be reached now is asked again.
+
+    The actors ask one another as if they were on one node, where nobody is ever out of reach.
+    """
+
+    def __init__(self, ref: SimRef) -> None:
+        self.name = ref.name
+        self.tell = ref.tell
+        self.ask = ref.patiently
+
+
+class SimRef:
+    """A reference across the network. `find` says whom it leads to now; None: nobody listens there."""
+
+    def __init__(
+        self,
+        net: Network,
+        source: Process,
+        place: str,
+        name: str,
+        find: Callable[[], Target | None],
+        *,
+        repeats: bool = False,
+    ) -> None:
+        self.name = name
+        self._net = net
+        self._source = source
+        self._place = place
+        self._find = find
+        self._repeats = repeats
+        """What is sent here may be repeated, so the network sometimes does."""
+
+    def tell(self, message: object) -> None:
+        target = self._find()
+        if target is not None:
+            channel = (self, target.process)
+            self._net.post(channel, self._place, target.place, target.process, lambda: target.tell(message))
+
+    async def ask(self, message: object, deadline_s: float, reply: type[R]) -> R:
+        target = self._find()
+        if target is None or not target.process.alive:
+            await asyncio.sleep(self._net.latency_s(self._place, self._place))
+            raise Unavailable(f"{self.name} cannot be reached")
+        number, answer = self._net.expect((self._place, target.place), target.process, self._source)
+        copies = 2 if self._repeats and self._net.twice() else 1
+        for _ in range(copies):
+            self._net.post(
+                (self, target.process),
+                self._place,
+                target.place,
+                target.process,
+                lambda: self._arrived(target, message, deadline_s, number, answer),
+            )
+
+        def give_up() -> None:
+            if not answer.done():
+                text = f"{self.name} did not answer {type(message).__name__} within {deadline_s:g} s"
+                answer.set_exception(Unavailable(text))
+
+        timer = self._net.loop.call_later(deadline_s, give_up)
+        try:
+            got = await answer
+        finally:
+            timer.cancel()
+            self._net.forget(number)
+        if not isinstance(got, reply):
+            raise BadInput(f"the answer of {self.name}", got, f"a {reply.__name__} is expected")
+        return got
+
+    async def patiently(self, message: object, deadline_s: float, reply: type[R]) -> R:
+        """As `ask`, and again while the peer cannot be reached, for messages that may be repeated."""
+        until_s = self._net.loop.time() + deadline_s
+        while True:
+            left_s = until_s - self._net.loop.time()
+            try:
+                return await self.ask(message, left_s, reply)
+            except Unavailable:
+                if left_s <= RETRY_S:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        """There is no connection to end."""
+
+    def _arrived(
+        self, target: Target, message: object, left_s: float, number: int, answer: asyncio.Future[object]
+    ) -> None:
+        work = self._serve(target, message, left_s, answer)
+        self._net.serving(number, self._net.loop.create_task(work, name=f"{self.name} serves {type(message).__name__}"))
+
+    async def _serve(self, target: Target, message: object, left_s: float, answer: asyncio.Future[object]) -> None:
+        error: GyreError | None = None
+        result: object = None
+        try:
+            result = await target.serve(message, left_s)
+        except GyreError as caught:
+            error = caught
+        except (TypeError, KeyError, AssertionError) as caught:
+            error = ActorFailed(f"{self.name}: {caught!r}")
+
+        def arrive() -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self._net.post((target.process, self), target.place, self._place, self._source, arrive)

@@ -1,0 +1,239 @@
+"""The invariants of the control plane, checked at every event that can break one.
+
+only the leader writes            every accepted write of a leader's keys is by the node that leads
+one engine a request              a call is sampled on one engine at a time
+the version only grows            by one, from 0
+records go forward only           a run's attempt and state, a group's state, an order's epoch, the job's counts
+each micro-step once              the sums of every published step hold each micro-step of its groups exactly once
+no memory for two                 engine and replica of a cell never hold memory together
+every run has an owner            a run whose harness is gone is taken up again within a lease and some grace
+every span ends                   unless its process was killed
+memory is bounded                 tasks, timers, messages, staged sums
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gyre.actors.messages import OptimizerStep
+from gyre.actors.scheduler import LEASE_S
+from gyre.ids import CellId, GroupId, MicroStepId, RunId
+from gyre.store import typed
+from gyre.store.protocol import Put, Txn, TxnResult
+from gyre.store.records import (
+    CellRoleRecord,
+    GroupRecord,
+    GroupState,
+    JobRecord,
+    JobState,
+    RunRecord,
+    RunState,
+    SnapshotRecord,
+    StepRecord,
+)
+from gyre.store.typed import versioned
+from gyre.train.batch import SettledGroup, SettledRun, plan
+from gyre.wire import unpack
+
+from .store import Client, now
+
+if TYPE_CHECKING:
+    from .machine import Engine, Replica, Sampling
+    from .world import World
+
+GRACE_S = 20.0
+
+
+class Violated(Exception):
+    """An invariant does not hold."""
+
+
+_GROUP = {state: place for place, state in enumerate((GroupState.OPEN, GroupState.SETTLED, GroupState.CONSUMED))}
+_RUN = {state: place for place, state in enumerate((RunState.QUEUED, RunState.LIVE, RunState.SETTLED))}
+_PLACES: dict[str, tuple[type[Any], Callable[[Any], tuple[int, ...]]]] = {
+    "groups": (GroupRecord, lambda group: (_GROUP[group.state],)),
+    "runs": (RunRecord, lambda run: (run.attempt, _RUN[run.state])),
+    "role": (CellRoleRecord, lambda order: (order.epoch, order.token)),
+    "job": (JobRecord, lambda job: (int(job.state is not JobState.RUNNING), job.launched_groups, job.consumed_groups)),
+}
+
+
+class Watch:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.first = ""
+        """The first violation; the world ends with it."""
+        self._live: dict[tuple[RunId, int, int], Engine] = {}
+        self._sums: dict[str, Counter[MicroStepId]] = {}
+        self._version = -1
+        self._engines: dict[CellId, Engine] = {}
+        self._replicas: dict[CellId, Replica] = {}
+        self._at: dict[str, tuple[int, ...]] = {}
+        """How far each record is."""
+        self._unowned_s: dict[RunId, float] = {}
+        self.commits = 0
+
+    def violated(self, what: str) -> None:
+        if not self.first:
+            self.first = f"{self._world.loop.time():.2f} s: {what}"
+
+    # ------------------------------------------------------------------ the store
+
+    def written(self, writer: str, txn: Txn, result: TxnResult, client: Client, token: int) -> None:
+        """A transaction of `writer`, the actor's path, was accepted; `token` is the one that its node last won."""
+        self.commits += 1
+        keys = self._world.keys
+        if any(put.key == keys.leader for put in txn.puts):
+            client.won = result.revision
+            return
+        who = writer.partition(":")[0].rpartition("/")[2]
+        leads = self._world.leading()
+        for put in txn.puts:
+            self._forward(put)
+            if put.key == keys.snapshot:
+                self._published(put, txn)
+            elif put.key.endswith("/role") and who == "scheduler":
+                self._ordered(put, leads)
+        if who == "scheduler" and token != leads:
+            self.violated(f"{writer} wrote {[put.key for put in txn.puts]} with token {token}, and {leads} leads")
+
+    def _forward(self, put: Put) -> None:
+        """What is written is no earlier than what was there."""
+        kind = put.key.removeprefix(self._world.keys.root).partition("/")[0]
+        cls, place = _PLACES.get("role" if put.key.endswith("/role") else kind, (None, None))
+        if cls is not None and place is not None:
+            now_at = place(typed.unpack(put.value, cls))
+            before = self._at.get(put.key)
+            if before is not None and now_at < before:
+                self.violated(f"{put.key} went back from {before} to {now_at}")
+            self._at[put.key] = now_at
+
+    def _ordered(self, put: Put, leads: int) -> None:
+        order = unpack(put.value, CellRoleRecord)
+        if order.token != leads:
+            self.violated(f"an order with token {order.token} was written, and {leads} leads")
+
+    def _published(self, put: Put, txn: Txn) -> None:
+        found = unpack(put.value, SnapshotRecord)
+        if found.version != self._version + 1:
+            self.violated(f"version {found.version} was published after {self._version}")
+        self._version = found.version
+        if found.version == 0:
+            return
+        steps = [unpack(other.value, StepRecord) for other in txn.puts if "/steps/" in other.key]
+        if len(steps) != 1 or steps[0].version != found.version:
+            self.violated(f"version {found.version} was published with the records of {len(steps)} steps")
+            return
+        wanted = Counter(name for group in steps[0].groups for name in self._micro_steps(group, steps[0]))
+        had = self._sums.get(found.digest)
+        if had != wanted:
+            self.violated(f"step {steps[0].step} was taken on {had}, its groups have {wanted}")
+
+    def _micro_steps(self, group: GroupId, step: StepRecord) -> list[MicroStepId]:
+        world = self._world
+        kv = now(world.server.get(world.keys.group(group)))
+        assert kv is not None
+        runs: list[SettledRun] = []
+        for run in versioned(kv, GroupRecord).record.runs:
+            record = world.run_record(run)
+            if record is None or record.state is not RunState.SETTLED:
+                self.violated(f"step {step.step} has group {group}, whose run {run} has not settled")
+                continue
+            if record.outcome is not None and record.trace is not None:
+                runs.append(SettledRun(run, record.attempt, record.reward, record.outcome, record.trace))
+        spec = world.spec
+        made = plan(
+            SettledGroup(group, tuple(runs)), step.version - 1, spec.batch.staleness, spec.batch, spec.loss, step.step
+        )
+        return [work.micro_step for work in made.micro_steps]
+
+    # ------------------------------------------------------------------ engines and replicas
+
+    def began(self, engine: Engine, request: Sampling) -> None:
+        other = self._live.get(request.call)
+        if other is not None:
+            self.violated(f"{request.call} is live on {other.child.name} and on {engine.child.name}")
+        self._live[request.call] = engine
+
+    def ended(self, engine: Engine, request: Sampling) -> None:
+        if self._live.get(request.call) is engine:
+            del self._live[request.call]
+
+    def engine_gone(self, engine: Engine) -> None:
+        for call in [call for call, at in self._live.items() if at is engine]:
+            del self._live[call]
+
+    def engine_memory(self, cell: CellId, engine: Engine) -> None:
+        self._engines[cell] = engine
+        self._memory(cell)
+
+    def replica_memory(self, cell: CellId, replica: Replica) -> None:
+        self._replicas[cell] = replica
+        self._memory(cell)
+
+    def _memory(self, cell: CellId) -> None:
+        engine, replica = self._engines.get(cell), self._replicas.get(cell)
+        if engine is None or replica is None or not (engine.child.alive and replica.child.alive):
+            return
+        if replica.in_memory and not engine.released:
+            self.violated(f"engine and replica of {cell} hold memory together")
+
+    def stepped(self, order: OptimizerStep, merged: Counter[MicroStepId]) -> str:
+        """The digest of the snapshot that was made of these sums."""
+        digest = f"digest-{order.version}-{len(self._sums)}"
+        self._sums[digest] = merged
+        return digest
+
+    # ------------------------------------------------------------------ from time to time
+
+    def look(self) -> None:
+        world = self._world
+        self._owners()
+        sizes = {
+            "tasks": (world.loop.unfinished_tasks, 500),
+            "timers": (world.loop.timers, 600),
+            "asks": (world.net.waiting, 150),
+            "leases": (len(world.server._leases), 4 * len(world.layout.nodes) + 4),
+        }
+        for replica in self._replicas.values():
+            sizes[f"staged sums of {replica.cell}"] = (len(replica.staged), 20)
+        for node in world.nodes.values():
+            if node.site is not None:
+                sizes[f"routes of {node.name}"] = (len(node.site.routes), len(world.layout.cells))
+                sizes[f"open runs of {node.name}"] = (len(node.site.open_runs), world.spec.harness.max_live + 4)
+        for what, (size, most) in sizes.items():
+            if size > most:
+                self.violated(f"{size} {what}, at most {most} are right")
+        for error in world.loop.errors:
+            self.violated(f"nobody caught {error}")
+
+    def _owners(self) -> None:
+        world = self._world
+        time_s = world.loop.time()
+        for run in world.run_records():
+            owned = run.state is RunState.SETTLED or world.disturbed() or not world.serving()
+            if run.state is RunState.LIVE:
+                owned = owned or world.harness_lives(run)
+            elif run.state is RunState.QUEUED:
+                owned = owned or world.live_runs() >= world.spec.harness.max_live
+            if owned:
+                self._unowned_s.pop(run.run, None)
+            elif time_s - self._unowned_s.setdefault(run.run, time_s) > LEASE_S + GRACE_S:
+                self.violated(f"{run.run} is {run.state.value} and nobody has seen to it for {LEASE_S + GRACE_S:g} s")
+
+    def settled(self) -> None:
+        """After the job's end."""
+        world = self._world
+        kv = now(world.server.get(world.keys.job))
+        job = versioned(kv, JobRecord).record if kv is not None else None
+        if job is None or job.state is not JobState.FINISHED:
+            self.violated(f"the job is {job.state.value if job else 'not there'} ({job.reason if job else ''})")
+        if self._version != world.spec.job.steps:
+            self.violated(f"the job ended at version {self._version}")
+        for run in world.run_records():
+            if run.state is not RunState.SETTLED:
+                self.violated(f"{run.run} is {run.state.value} after the job's end")
+        for process, name in world.open_spans():
+            self.violated(f"span {name!r} of {process} has never ended")

@@ -1,0 +1,706 @@
+"""One simulated job: nodes, their actors, the store and the network on one loop, and the faults of a seed.
+
+    report = simulate(seed)             # with the seed's own faults
+    report = simulate(seed, faults)     # with these
+    assert not report.violation, report
+
+The actors are the product's. What they would start, connect to or ask outside is of tests.sim.machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gyre.actors import claims, scheduler
+from gyre.actors import node as node_module
+from gyre.actors.cell import CellActor
+from gyre.actors.core import CoreActor
+from gyre.actors.gateway import GatewayActor
+from gyre.actors.mailbox import Broken
+from gyre.actors.messages import GetLineages, Lineages
+from gyre.actors.node import STOP_S, NodeActor, _first_snapshot
+from gyre.actors.outside import Outside
+from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
+from gyre.actors.scheduler import SchedulerActor
+from gyre.actors.site import Site
+from gyre.actors.supervision import Failure
+from gyre.children import ExitStatus
+from gyre.config import (
+    BatchSection,
+    CellsSection,
+    HarnessSection,
+    JobSection,
+    JobSpec,
+    LimitsSection,
+    ModelSection,
+    TasksSection,
+)
+from gyre.errors import GyreError, Refused, Unavailable
+from gyre.harness.confine import UNCONFINED
+from gyre.harness.evaluate import Evaluation
+from gyre.harness.launch import HarnessExit
+from gyre.harness.tasks import Task
+from gyre.harness.workspace import RunFolder
+from gyre.ids import CellId, NodeId, RunId, TaskId
+from gyre.jobdir import JobDir
+from gyre.store import typed
+from gyre.store.protocol import Txn
+from gyre.store.records import JobRecord, JobState, Keys, RunRecord, RunState
+from gyre.store.typed import TypedStore, versioned
+
+from . import faults as f
+from .faults import QUIET_S, Fault, Kind, Layout
+from .loop import Process, SimLoop, Stuck
+from .machine import Children, Engine, EngineClient, Gateway, Launcher, Machine, Sampling, Served, reward_of
+from .net import FAR_S, ActorElsewhere, Network, SimRef, Target
+from .store import PLACE, Client, Server, SimLease, now
+from .watch import Watch
+
+MAIN = "n0"
+"""The node that has the core, the gateway and the runs."""
+SETTLE_S = 400.0
+"""From the last fault on, for the job to end."""
+STOP_ALL_S = 60.0
+RESTART_S = 2.0
+
+
+@dataclass(frozen=True)
+class Report:
+    seed: int
+    faults: tuple[Fault, ...]
+    violation: str
+    """Empty where every invariant held."""
+    virtual_s: float
+    turns: int
+    digest: str
+    """Of everything that was said and written, in order: equal in every replay."""
+    said: tuple[str, ...]
+
+    def __str__(self) -> str:
+        events = "\n".join(f"    {fault}" for fault in self.faults) or "    (none)"
+        said = "\n".join(f"    {line}" for line in self.said)
+        return f"seed {self.seed}: {self.violation}\n  faults:\n{events}\n  what was said last:\n{said}"
+
+
+def job_spec(seed: int, layout: Layout) -> JobSpec:
+    rng = random.Random(f"job {seed}")
+    return JobSpec(
+        job=JobSection(name="sim", steps=2),
+        model=ModelSection(path="builtin:tiny"),
+        tasks=TasksSection(source="builtin:chores", heldout=rng.choice((0, 1))),
+        harness=HarnessSection(profile="scripted", max_live=4, attempts=8),
+        cells=CellsSection(count=len(layout.cells), slots=2),
+        batch=BatchSection(
+            groups=2, group_size=rng.choice((2, 3)), staleness=rng.choice((0, 1)), micro_step_tokens=64, claim_s=10.0
+        ),
+        limits=LimitsSection(run_s=300.0, evaluator_s=5.0),
+    )
+
+
+class NoTasks:
+    name = "none"
+    private_folders: tuple[Path, ...] = ()
+
+    def train(self, index: int) -> Task:
+        return Task(TaskId(f"train-{index}"), "do nothing", {}, ("true",), b"{}")
+
+    def heldout(self) -> list[Task]:
+        return [Task(TaskId("heldout-0"), "do nothing", {}, ("true",), b"{}")]
+
+
+class SimOutside(Outside):
+    def __init__(self, world: World, node: Node, process: Process) -> None:
+        self._world = world
+        self._node = node
+        self._process = process
+
+    def unix_s(self) -> float:
+        return 1.8e9 + self._world.loop.time() + self._node.clock_s
+
+    def monotonic_s(self) -> float:
+        return self._world.loop.time()
+
+    def connect(self, address: str, secret: str) -> Any:
+        return self._world.child_ref(self._process, self._node.name, address)
+
+    def engine(self, url: str, key: str) -> Any:
+        ref = self._world.child_ref(self._process, self._node.name, url)
+
+        async def ask(order: object) -> object:
+            return await ref.ask(order, 120.0, object)
+
+        return EngineClient(ask)
+
+    async def evaluate(self, task: Task, folder: RunFolder, *_: Any) -> Evaluation:
+        await asyncio.sleep(self._world.rng.random() * 0.5)
+        return Evaluation(reward_of(folder.run), "")
+
+    async def end_marked(self, mark: str) -> None:
+        await asyncio.sleep(0)
+
+
+@dataclass(eq=False)
+class SimSpan:
+    tracing: SimTracing
+    name: str
+    trace_id: str
+
+    @property
+    def traceparent(self) -> str:
+        return self.trace_id
+
+    def set(self, **attributes: object) -> None: ...
+
+    def fail(self, error: str) -> None: ...
+
+    def end(self, error: str = "") -> None:
+        self.tracing.open.pop(id(self), None)
+
+
+class SimTracing:
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.open: dict[int, SimSpan] = {}
+        self._spans = 0
+
+    def start(self, name: str, parent_traceparent: str = "", **attributes: object) -> SimSpan:
+        self._spans += 1
+        span = SimSpan(self, name, parent_traceparent or f"{self.process.name}.{self._spans}")
+        self.open[id(span)] = span
+        return span
+
+    @contextmanager
+    def span(self, name: str, parent_traceparent: str = "", **attributes: object) -> Generator[SimSpan]:
+        span = self.start(name, parent_traceparent)
+        try:
+            yield span
+        finally:
+            span.end()
+
+
+class SimSite(Site):
+    """A site of one of several nodes: who is elsewhere is reached over the network."""
+
+    world: World
+    name: str
+
+    def say(self, line: str) -> None:
+        self.world.say(self.name, line)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.refs["leader"]
+
+    def child_address(self, name: str) -> str:
+        return f"sim:{self.world.place_of(name)}/{name}"
+
+
+@dataclass(eq=False)
+class Node:
+    """A node: its machine, and the gyred that runs there now."""
+
+    name: str
+    machine: Machine
+    clock_s: float = 0.0
+    process: Process | None = None
+    lives: int = 0
+    site: SimSite | None = None
+    system: ActorSystem | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    gyred: asyncio.Task[None] | None = None
+    tracing: SimTracing | None = None
+
+
+class World:
+    def __init__(self, seed: int, faults: Sequence[Fault], folder: Path) -> None:
+        self.seed = seed
+        self.faults = faults
+        self.loop = SimLoop()
+        self.rng = random.Random(f"world {seed}")
+        self.layout = f.layout(seed)
+        self.spec = job_spec(seed, self.layout)
+        self.keys = Keys("sim")
+        self.net = Network(self.loop, random.Random(f"net {seed}"))
+        self.server = Server()
+        self.watch = Watch(self)
+        self.job = JobDir(folder / "job")
+        self.nodes = {name: Node(name, Machine(self, name)) for name in self.layout.nodes}
+        self.said: deque[str] = deque(maxlen=60)
+        self._digest = hashlib.sha256()
+        self._pids = 100
+        self._lease_places: dict[int, str] = {}
+        self._stages: dict[str, deque[Fault]] = {}
+        self._at_writes: list[Fault] = []
+        self._disturbed_until_s = 0.0
+        self._finished = False
+        self._context = Process("faults").context
+
+    # ------------------------------------------------------------------ the course of it
+
+    async def play(self) -> None:
+        for name in self.nodes:
+            self._start_gyred(name)
+        for fault in self.faults:
+            self.loop.call_at(fault.at_s, self._strike, fault)
+        end_s = max([0.0, *(fault.at_s + fault.for_s for fault in self.faults)]) + SETTLE_S
+        while not self.watch.first and not self._job_over():
+            if self.loop.time() > end_s:
+                self.watch.violated("the job has not ended, and nothing has gone wrong for long")
+            self.watch.look()
+            await asyncio.sleep(2.0)
+        if not self.watch.first:
+            self._finished = True
+            await self._end()
+            self.watch.look()
+            self.watch.settled()
+
+    def _job_over(self) -> bool:
+        kv = now(self.server.get(self.keys.job))
+        return kv is not None and versioned(kv, JobRecord).record.state in (JobState.FINISHED, JobState.FAILED)
+
+    async def _end(self) -> None:
+        """Every node leaves in an orderly way; those that are dead or stopped come back first."""
+        end_s = self.loop.time() + STOP_ALL_S
+        for node in self.nodes.values():
+            if node.process is not None and node.process.stopped:
+                self.loop.continue_process(node.process)
+        while any(node.gyred is None or not node.gyred.done() for node in self.nodes.values()):
+            for node in self.nodes.values():
+                if node.name != MAIN or node.lives == 0:
+                    node.ended.set()
+            if self.loop.time() > end_s:
+                left = [node.name for node in self.nodes.values() if node.gyred is None or not node.gyred.done()]
+                self.watch.violated(f"gyred of {left} does not end")
+                return
+            await asyncio.sleep(0.2)
+
+    def say(self, node: str, line: str) -> None:
+        text = f"{self.loop.time():7.3f} {node}: {line}"
+        self._digest.update(text.encode())
+        self.said.append(text)
+
+    @property
+    def digest(self) -> str:
+        self._digest.update(f"{self.loop.time()} {self.loop.turns} {self.watch.commits}".encode())
+        return self._digest.hexdigest()[:16]
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    # ------------------------------------------------------------------ gyred
+
+    def _start_gyred(self, name: str) -> None:
+        node = self.nodes[name]
+        node.lives += 1
+        node.process = process = Process(f"gyred {name}.{node.lives}")
+        node.ended = asyncio.Event()
+        if self._finished and name != MAIN:
+            node.ended.set()
+        node.gyred = self.loop.start(process, self._gyred(node, process), f"{name}")
+
+    async def _gyred(self, node: Node, process: Process) -> None:
+        site = self._site(node, process)
+        node.site = site
+
+        def failed(failure: Failure) -> None:
+            self.say(node.name, f"{failure.actor} failed in {failure.during}: {failure.error}")
+            if failure.restart_in_s is None:
+                self.watch.violated(
+                    f"{failure.actor} gives up after {failure.during}: {failure.error}\n{failure.trace}"
+                )
+            elif "fault of the simulation" not in failure.error and not self.watch.first:
+                self.surprise(failure)
+
+        try:
+            async with ActorSystem.running(node.name, on_failure=failed, stop_s=STOP_S) as system:
+                node.system = system
+                await self._people(node, site, system)
+                await node.ended.wait()
+                site.stopping = True
+                names = [("node",), [f"cell-{cell}" for cell in site.cells], ("core", "scheduler"), ("gateway",)]
+                for group in names:
+                    here = [ref for name in group if isinstance(ref := site.refs.get(name), LocalRef)]
+                    await asyncio.gather(*(ref.stop(STOP_S) for ref in here))
+        except GyreError as error:
+            self.say(node.name, f"gyred ends: {error}")
+            self.watch.violated(f"gyred of {node.name} ends: {error}")
+
+    def surprise(self, failure: Failure) -> None:
+        """An actor failed by itself. It starts again; that is right, and worth to be seen."""
+        self.said.append("    " + failure.trace.strip().replace("\n", "\n    "))
+
+    async def _people(self, node: Node, site: SimSite, system: ActorSystem) -> None:
+        restart = Backoff()
+        here = node.name == MAIN
+        site.refs["leader"] = self._ref(process_of(node), node.name, "leader", self._leader)
+        for name in ("core", "gateway"):
+            site.refs[name] = self._actor_ref(node, MAIN, name)
+        for cell, place in zip(site.cells, self.layout.cells, strict=True):
+            site.refs[f"cell-{cell}"] = self._actor_ref(node, place, f"cell-{cell}")
+        site.refs["scheduler"] = system.spawn("scheduler", lambda: SchedulerActor(site), restart=restart)
+        await _first_snapshot(site)
+        if here:
+            site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
+            site.refs["core"] = system.spawn("core", lambda: CoreActor(site), restart=restart)
+        for cell, place in zip(site.cells, self.layout.cells, strict=True):
+            if place == node.name:
+                site.refs[f"cell-{cell}"] = system.spawn(
+                    f"cell-{cell}", lambda cell=cell: CellActor(site, cell), restart=restart
+                )
+        if here:
+            site.refs["node"] = system.spawn("node", lambda: NodeActor(site, node.ended), restart=restart)
+
+    def _site(self, node: Node, process: Process) -> SimSite:
+        node.tracing = tracing = SimTracing(process)
+        client = Client(self.server, self.net, self.rng, node.name, process, self.watch.written, self.at_write)
+        held = client.lease
+
+        async def lease(ttl_s: float) -> SimLease:
+            made = await held(ttl_s)
+            self._lease_places[made.id] = node.name
+            return made  # type: ignore[return-value]
+
+        client.lease = lease  # type: ignore[method-assign]
+        kv = now(self.server.get(self.keys.job))
+        site = SimSite(
+            node=NodeId(MAIN),  # a leader anywhere launches runs for the node that has the gateway
+            spec=self.spec,
+            job=self.job,
+            base=self.job.root,
+            model_dir=self.job.root,
+            keys=self.keys,
+            store=TypedStore(client),
+            children=Children(node.machine),  # type: ignore[arg-type]
+            tracing=tracing,  # type: ignore[arg-type]
+            secret="secret",
+            source=NoTasks(),
+            sandbox=UNCONFINED,
+            launcher=Launcher(node.machine),  # type: ignore[arg-type]
+            hidden=(),
+            active_before_s=versioned(kv, JobRecord).record.active_s if kv else 0.0,
+            outside=SimOutside(self, node, process),
+        )
+        site.world, site.name = self, node.name
+        return site
+
+    # ------------------------------------------------------------------ who is reached how
+
+    def place_of(self, child: str) -> str:
+        kind, _, cell = child.partition("-")
+        return self.layout.cells[int(cell[1:])] if kind in ("engine", "replica") else MAIN
+
+    def _ref(self, source: Process, place: str, name: str, find: Any, *, repeats: bool = False) -> Any:
+        return SimRef(self.net, source, place, name, find, repeats=repeats)
+
+    def _actor_ref(self, node: Node, place: str, name: str) -> Any:
+        return ActorElsewhere(
+            self._ref(process_of(node), node.name, f"{place}/{name}", lambda: self._actor(place, name))
+        )
+
+    def _actor(self, place: str, name: str) -> Target | None:
+        node = self.nodes[place]
+        if node.process is None or not node.process.alive or node.site is None:
+            return None
+        ref = node.site.refs.get(name)
+        if not isinstance(ref, LocalRef):
+            return None
+        return Target(place, node.process, lambda message, left_s: ref.ask(message, left_s, object), ref.tell)
+
+    def _leader(self) -> Target | None:
+        kv = now(self.server.get(self.keys.leader))
+        return None if kv is None else self._actor(self._lease_places[kv.lease], "scheduler")
+
+    def child_ref(self, source: Process, place: str, address: str) -> Any:
+        where, name = address.removeprefix("sim:").split("/")[:2]
+        pid = address.split("/")[2:]
+
+        def find() -> Target | None:
+            served = self.nodes[where].machine.served.get(name)
+            if served is None or not served.child.alive or (pid and pid[0] != str(served.child.pid)):
+                return None
+            return _target(where, served)
+
+        return self._ref(source, place, name, find, repeats=name == "gateway")
+
+    def gateway_ref(self, source: Process, place: str) -> Any:
+        return self._ref(source, place, "gateway", lambda: self._gateway())
+
+    def _gateway(self) -> Target | None:
+        served = self.nodes[MAIN].machine.served.get("gateway")
+        return None if served is None else _target(MAIN, served)
+
+    def engine(self, cell: CellId) -> Engine | None:
+        served = self.nodes[self.place_of(f"engine-{cell}")].machine.served.get(f"engine-{cell}")
+        return served if isinstance(served, Engine) else None
+
+    async def generate(self, gateway: Gateway, engine: Engine, request: Sampling) -> tuple[int, int]:
+        target = Target(
+            engine.machine.name, engine.child.process, lambda _, left_s: engine.generate(request), lambda _: None
+        )
+        ref = self._ref(gateway.child.process, gateway.machine.name, engine.child.name, lambda: target)
+        try:
+            return await ref.ask(request, 600.0, tuple)
+        finally:
+            request.stopped.set()  # the connection is over, whatever was asked
+            if engine.live.pop(request.rid, None) is not None:
+                self.watch.ended(engine, request)
+
+    async def lineages(self, replica: Served, wanted: GetLineages) -> None:
+        ref = self.gateway_ref(replica.child.process, replica.machine.name)
+        until_s = self.loop.time() + 300.0
+        while True:
+            try:
+                await ref.ask(wanted, 60.0, Lineages)
+                return
+            except Unavailable as error:
+                if self.loop.time() > until_s:
+                    raise Refused(f"the lineages of {wanted.run} are not to be had: {error}") from error
+            await asyncio.sleep(0.2)
+
+    # ------------------------------------------------------------------ what the invariants look at
+
+    def leading(self) -> int:
+        kv = now(self.server.get(self.keys.leader))
+        return 0 if kv is None else kv.create_revision
+
+    def run_record(self, run: RunId) -> RunRecord | None:
+        kv = now(self.server.get(self.keys.run(run)))
+        return None if kv is None else versioned(kv, RunRecord).record
+
+    def run_records(self) -> list[RunRecord]:
+        page = now(self.server.range(f"{self.keys.root}runs/"))
+        return [versioned(kv, RunRecord).record for kv in page.items]
+
+    def live_runs(self) -> int:
+        return sum(run.state is RunState.LIVE for run in self.run_records())
+
+    def harness_lives(self, run: RunRecord) -> bool:
+        harness = self.nodes[MAIN].machine.harnesses.get((run.run, run.attempt))
+        return harness is not None and harness.exit is None
+
+    def disturbed(self) -> bool:
+        return self.loop.time() < self._disturbed_until_s
+
+    def serving(self) -> bool:
+        site = self.nodes[MAIN].site
+        return site is not None and site.ready.is_set()
+
+    def open_spans(self) -> Iterator[tuple[str, str]]:
+        for node in self.nodes.values():
+            if node.tracing is not None and node.process is not None and node.process.alive:
+                for span in node.tracing.open.values():
+                    yield node.name, span.name
+
+    # ------------------------------------------------------------------ faults
+
+    async def stage(self, name: str, cell: CellId) -> None:
+        """Where a stage of a child may be slow or fail, when a fault says so."""
+        waiting = self._stages.get(f"{name} {cell}")
+        if not waiting:
+            return
+        fault = waiting.popleft()
+        if fault.kind is Kind.SLOW:
+            self._disturb(fault.amount)
+            await asyncio.sleep(fault.amount)
+        else:
+            self._disturb(0.0)
+            raise Refused(f"fault: {name} fails")
+
+    def at_write(self, place: str, txn: Txn) -> bool:
+        """A fault that waits for such a write strikes. Whether the write is on its way."""
+        for fault in self._at_writes:
+            node, part = fault.where.split()
+            if node == place and any(part in put.key for put in txn.puts) and not self._finished:
+                self._at_writes.remove(fault)
+                self._disturb(fault.for_s)
+                self.say("world", f"now: {fault}")
+                return self._struck(fault, node)
+        return True
+
+    def _struck(self, fault: Fault, node: str) -> bool:
+        if fault.kind is Kind.CRASH_AT_WRITE:
+            self.loop.call_soon(self._crash, node, context=self._context)
+            self.loop.call_later(fault.for_s, self._back, node, context=self._context)
+            return bool(fault.amount)
+        # A write that is carried out is on its way when the link is cut; its answer is not.
+        until_s = self.loop.time() + fault.for_s
+        if fault.amount:
+            self.net.cut(PLACE, node, until_s)
+            self.loop.call_later(20 * FAR_S, self.net.cut, node, PLACE, until_s, context=self._context)
+        else:
+            self.net.cut(node, PLACE, until_s)
+            self.net.cut(PLACE, node, until_s)
+        return True
+
+    def _disturb(self, for_s: float) -> None:
+        self._disturbed_until_s = max(self._disturbed_until_s, self.loop.time() + for_s)
+
+    def _has(self, fault: Fault) -> bool:
+        """Whether what the fault is about is in this seed's layout."""
+        return all(word in self.nodes for word in fault.where.split() if word in ("n0", "n1", "n2"))
+
+    def _strike(self, fault: Fault) -> None:
+        if self._finished or not self._has(fault):
+            return
+        loop, net, until_s = self.loop, self.net, self.loop.time() + fault.for_s
+        self._disturb(fault.for_s)
+        self.say("world", str(fault))
+        words = fault.where.split()
+        match fault.kind:
+            case Kind.CRASH:
+                self._crash(fault.where)
+                loop.call_later(fault.for_s, self._back, fault.where)
+            case Kind.PAUSE:
+                process = self.nodes[fault.where].process
+                if process is not None and process.alive:
+                    loop.stop_process(process)
+                    loop.call_later(fault.for_s, loop.continue_process, process)
+            case Kind.ACTOR:
+                system = self.nodes[words[0]].system
+                process = self.nodes[words[0]].process
+                host = system.roots.get(words[1]) if system is not None else None
+                if host is not None and process is not None and process.alive:
+                    host.put_own(Broken("fault", RuntimeError("fault of the simulation")))
+            case Kind.KILL:
+                self._kill_child(fault.where)
+            case Kind.CUT:
+                net.cut(words[0], words[1], until_s)
+                net.cut(words[1], words[0], until_s)
+            case Kind.CUT_ONE_WAY:
+                net.cut(words[0], words[1], until_s)
+            case Kind.BREAK:
+                net.break_links(words[0], words[1])
+            case Kind.SLOW_NET:
+                net.slow(words[0], words[1], until_s, fault.amount)
+                net.slow(words[1], words[0], until_s, fault.amount)
+            case Kind.REPEAT:
+                net.repeated_until_s = until_s
+            case Kind.STORE_AWAY:
+                self.server.away_until_s = max(until_s, self.server.away_until_s)
+            case Kind.CUT_AT_WRITE | Kind.CRASH_AT_WRITE:
+                self._at_writes.append(fault)
+            case Kind.CLOCK:
+                self.nodes[fault.where].clock_s += fault.amount
+            case Kind.SLOW | Kind.FAIL:
+                self._stages.setdefault(fault.where, deque()).append(fault)
+
+    def _crash(self, name: str) -> None:
+        node = self.nodes[name]
+        if node.process is not None and node.process.alive:
+            self.loop.kill(node.process)
+            self.net.died(node.process)
+            node.system = node.site = None
+
+    def _back(self, name: str) -> None:
+        process = self.nodes[name].process
+        if process is None or not process.alive:
+            self._start_gyred(name)
+
+    def _kill_child(self, where: str) -> None:
+        if where == "harness":
+            living = [h for h in self.nodes[MAIN].machine.harnesses.values() if h.exit is None]
+            if living:
+                self.rng.choice(living).leave(HarnessExit(lost=True))
+            return
+        machine = self.nodes[self.place_of(where)].machine
+        child = machine.children.get(where)
+        if child is not None:
+            machine.end(child, ExitStatus(signal=9))
+
+
+def process_of(node: Node) -> Process:
+    assert node.process is not None
+    return node.process
+
+
+def _target(place: str, served: Served) -> Target:
+    return Target(place, served.child.process, served.serve, lambda _: None)
+
+
+def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Report:
+    """Play one job to its end, or to the first violation."""
+    events = f.faults(seed) if faults is None else tuple(faults)
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="gyre-sim-", dir=base))
+    with _quietly():
+        world = World(seed, events, folder)
+        try:
+            _first_files(world.job)
+            try:
+                world.loop.run(world.play(), QUIET_S + 3 * SETTLE_S)
+            except Stuck as error:
+                world.watch.violated(str(error))
+            return Report(
+                seed, events, world.watch.first, world.loop.time(), world.loop.turns, world.digest, tuple(world.said)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            del world
+
+
+_OFTEN = {(scheduler, "TICK_S"): 1.0, (node_module, "GATEWAY_EVERY_S"): 2.0, (claims, "IDLE_S"): 0.6}
+"""What the actors look at again and again, less often: a job is then played in half the time."""
+
+
+@contextmanager
+def _quietly() -> Generator[None]:
+    """For a job that is played: many actors read the same bytes, so records are unpacked once; what dies unawaited with
+    its process is no news; and the log is what the report shows of it."""
+    unpack, hook = typed.unpack, sys.unraisablehook
+    typed.unpack = lru_cache(20_000)(unpack)
+    often = {(module, name): getattr(module, name) for module, name in _OFTEN}
+    for (module, name), s in _OFTEN.items():
+        setattr(module, name, s)
+    sys.unraisablehook = lambda _: None
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            gc.collect(1)  # all that was made since
+            gc.enable()
+            logging.disable(logging.NOTSET)
+            typed.unpack, sys.unraisablehook = unpack, hook
+            for (module, name), s in often.items():
+                setattr(module, name, s)
+
+
+def _first_files(job: JobDir) -> None:
+    for made in (job.root, job.state, job.logs, job.snapshots, job.runs):
+        made.mkdir(parents=True, exist_ok=True)
+    (job.root / "config.json").write_text("{}")
+    (job.root / "model.safetensors").write_bytes(b"weights")
+
+
+def find_shortest(report: Report, tries: int = 60) -> Report:
+    """The shortest part of a failing report's faults that still fails, and how."""
+    best = report
+
+    def fails(events: Sequence[Fault]) -> bool:
+        nonlocal best
+        again = simulate(report.seed, events)
+        if again.violation:
+            best = again
+        return bool(again.violation)
+
+    f.shortest(report.faults, fails, tries)
+    return best
