@@ -31,7 +31,6 @@ LEFT = Circumstances(new_thread=False, without_answers=True, after_summary=False
         (ForkCause.RESAMPLED, MAIN, NOTHING, True, ForkReason.RETRY),
         (ForkCause.REWRITTEN_OUTPUT, MAIN, NOTHING, False, ForkReason.HALF_ANSWER),
         (ForkCause.REWRITTEN_OUTPUT, MAIN, NOTHING, True, ForkReason.UNEXPLAINED),
-        (ForkCause.REWRITTEN_PROMPT, SUB, BEGINS, True, ForkReason.NEW_THREAD),
         (ForkCause.REWRITTEN_OUTPUT, SUB, BEGINS, True, ForkReason.UNEXPLAINED),
         (ForkCause.REWRITTEN_PROMPT, MAIN, LEFT, True, ForkReason.DROPPED_ANSWER),
         (ForkCause.REWRITTEN_PROMPT, MAIN, NOTHING, True, ForkReason.UNEXPLAINED),
