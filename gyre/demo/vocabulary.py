@@ -64,7 +64,8 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     reserved = VOCABULARY_TOKENS - len(vocabulary) - len(SPECIAL_TOKENS)
     names = [*SPECIAL_TOKENS, *(f"<|reserved_{index}|>" for index in range(reserved))]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    for name in names:  # as in Qwen3's own tokenizer: what begins and ends a turn is special, what stands in one is not
+        tokenizer.add_tokens([AddedToken(name, special=name.startswith("<|"), normalized=False)])
     return tokenizer
 
 

@@ -267,6 +267,8 @@ class _Tokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault of the file
             raise BadInput("model.path", str(model_dir), f"a readable tokenizer.json is needed ({error})") from error
+        # What a harness or a tool says is text, also where it spells the tokens that begin and end a turn.
+        self._tokenizer.encode_special_tokens = True
         self._often = lru_cache(maxsize=1024)(self._encoded)
         self.name_or_path = ""
         self.unk_token_id: int | None = self._tokenizer.token_to_id("<unk>")

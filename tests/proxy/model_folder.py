@@ -25,7 +25,8 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    for name in SPECIAL:
+        tokenizer.add_tokens([AddedToken(name, special=name.startswith("<|"), normalized=False)])
     return tokenizer
 
 
