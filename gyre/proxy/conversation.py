@@ -105,6 +105,8 @@ class Reply:
     answer: Answer
     forms: Mapping[str, ToolForm] = field(default_factory=dict[str, ToolForm])
     """The request's."""
+    max_tokens: int | None = None
+    """The request's own limit; the run's may be lower."""
 
     def ids(self) -> tuple[str, ...]:
         """Every id in it that the proxy minted."""

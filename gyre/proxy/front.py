@@ -69,6 +69,7 @@ class _Asked:
     include_usage: bool
     model: str
     forms: Mapping[str, ToolForm]
+    max_tokens: int | None
 
 
 class Front:
@@ -205,7 +206,7 @@ class Front:
         headers = {name.lower(): value for name, value in request.headers.items()}
         said = read.conversation
         call = await live.begin(ModelRequest(dialect, said, read.body, headers, read.digest, read.size_bytes))
-        return live, call, _Asked(dialect, said.stream, said.include_usage, said.model, said.forms)
+        return live, call, _Asked(dialect, said.stream, said.include_usage, said.model, said.forms, said.max_tokens)
 
     async def _streamed(self, request: web.Request, live: LiveRun, call: Call, asked: _Asked) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -245,7 +246,7 @@ class Front:
 
 
 def _reply(live: LiveRun, call: Call, asked: _Asked) -> Reply:
-    return replace(live.session.reply(call, asked.model), forms=asked.forms)
+    return replace(live.session.reply(call, asked.model), forms=asked.forms, max_tokens=asked.max_tokens)
 
 
 async def _written(

@@ -174,6 +174,14 @@ async def test_every_event_is_what_the_official_types_say_and_they_are_numbered(
         assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
 
 
+@pytest.mark.parametrize("named", [None, 100])
+async def test_an_answer_cut_at_the_runs_own_limit_is_complete(proxy: Proxy, named: int | None) -> None:
+    url = await proxy.open("short", max_tokens=7)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        answer = await client.responses.create(model="m", input="Count.", max_output_tokens=named)
+    assert (answer.output_text, answer.status) == ("one two", "completed")
+
+
 async def test_a_cut_stream_ends_as_incomplete(client: openai.AsyncOpenAI) -> None:
     stream = await client.responses.create(model="m", input="Count.", max_output_tokens=3, stream=True)
     last = [event async for event in stream][-1]

@@ -67,7 +67,7 @@ class OpenAIResponses:
 
     def body(self, reply: Reply) -> dict[str, Any]:
         output = list(_output(reply))
-        if reply.answer.finish is not Finish.LENGTH:
+        if not _cut_as_asked(reply):
             return {**_envelope(reply, "completed"), "output": output, "usage": _usage(reply)}
         cut = {"incomplete_details": {"reason": "max_output_tokens"}}
         return {**_envelope(reply, "incomplete"), **cut, "output": output, "usage": _usage(reply)}
@@ -110,6 +110,13 @@ class OpenAIResponses:
         return _event({"type": "error", **said, "error": error, "sequence_number": 0}) + _event(
             {"type": "response.failed", "response": failed, "sequence_number": 1}
         )
+
+
+def _cut_as_asked(reply: Reply) -> bool:
+    """Whether the answer ends at the request's own limit. One that ends at the run's is told as complete: codex names no
+    limit, asks again where an answer is incomplete, would be told the same, and give up."""
+    answer = reply.answer
+    return answer.finish is Finish.LENGTH and reply.max_tokens is not None and answer.output_tokens >= reply.max_tokens
 
 
 def _envelope(reply: Reply, status: str) -> dict[str, Any]:
@@ -156,7 +163,7 @@ def _output(reply: Reply) -> Iterator[dict[str, Any]]:
             "id": f"msg_{stem}",
             "type": "message",
             "role": "assistant",
-            "status": "completed" if answer.finish is not Finish.LENGTH or answer.tool_calls else "incomplete",
+            "status": "incomplete" if _cut_as_asked(reply) and not answer.tool_calls else "completed",
             "content": [_text_part(answer.text)],
         }
     for call in answer.tool_calls:
