@@ -75,9 +75,10 @@ async def test_the_cores_replica_is_killed_with_merged_sums_and_a_satellites_wit
 async def test_gyred_is_killed_and_then_the_gateway_with_calls_in_it(make_job: Callable[..., Job]) -> None:
     job = make_job(job={"steps": 2}, batch={"staleness": 1}, harness={"max_live": 12})
     job.start()
-    before = await job.until_status("runs at the gate", lambda now: now.phase == "training" and now.live == 6)
+    before = await job.until_status(
+        "runs at the gate", lambda now: now.phase == "training" and now.live == 6 == len(job.harnesses("t*"))
+    )
     harnesses, gyred = job.harnesses("t*"), job.gyred()
-    assert len(harnesses) == 6
     assert gyred
     os.kill(gyred, signal.SIGKILL)
     after = await job.until_status("the next gyred", lambda now: job.gyred() not in (0, gyred) and now.live == 6)
