@@ -23,7 +23,11 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
 PLACEHOLDERS = ("base_url", "instruction", "workspace", "home")
 """What stands in braces in `harness.command` and in the values of `harness.env`."""
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+"""Every brace there is a placeholder's, or one of a doubled pair that stands for itself."""
+_VARIABLE = re.compile(r"[^\s={}\0]+")
+_OWN_VARIABLES = ("PATH", "HOME", "GYRE_RUN")
+"""What a run's environment has whatever the job says: how programs are found, where it may write, whose it is."""
 
 
 class JobFileError(GyreError):
@@ -91,11 +95,23 @@ class HarnessSection(Section):
     @classmethod
     def _placeholders(cls, value: tuple[str, ...] | dict[str, str]) -> tuple[str, ...] | dict[str, str]:
         texts = value.values() if isinstance(value, dict) else value
-        for name in (name for text in texts for name in PLACEHOLDER.findall(text)):
-            if name not in PLACEHOLDERS:
+        for found in (found for text in texts for found in PLACEHOLDER.finditer(text)):
+            if found[0] not in ("{{", "}}") and found[1] not in PLACEHOLDERS:
                 known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
-                raise ValueError(f"{{{name}}} is no placeholder; there are {known}")
+                raise ValueError(f"{found[0]} is no placeholder; there are {known}; a brace itself is {{{{ or }}}}")
         return value
+
+    @field_validator("env")
+    @classmethod
+    def _variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no variable's name: it is empty, or has '=', a brace, NUL or a space in it"
+                )
+            if name in _OWN_VARIABLES:
+                raise ValueError(f"the variable {name} is the run's own, and no job sets it")
+        return env
 
     @model_validator(mode="after")
     def _command_of_its_profile(self) -> HarnessSection:
@@ -103,6 +119,8 @@ class HarnessSection(Section):
             raise ValueError("the profile command needs a command: a list, the program first")
         if self.profile != "command" and (self.command or self.env):
             raise ValueError("command and env are for the profile command")
+        if self.profile == "command" and self.config:
+            raise ValueError("the profile command has no use for config; name the file in command")
         return self
 
 
@@ -156,6 +174,13 @@ class OptimizerSection(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+
+class CheckpointSection(Section):
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """The newest checkpoints kept; one that is torn has the others before it."""
+    every_steps: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """A checkpoint is written after every this many steps."""
 
 
 class LimitsSection(Section):
@@ -217,6 +242,7 @@ class JobSpec(Section):
     batch: BatchSection = BatchSection()
     loss: LossSection = LossSection()
     optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsSection = LimitsSection()
     journal: JournalSection = JournalSection()
     scheduler: SchedulerSection = SchedulerSection()

@@ -60,6 +60,10 @@ class JobDir:
         return self.root / "snapshots"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
     def runs(self) -> Path:
         """One folder a run: its workspace, its home, its log, what the node must know to adopt it."""
         return self.root / "work"

@@ -72,7 +72,7 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (("steps = 3", ""), "job.steps: required, and not there"),
         (('"demo"', '"De mo"'), "job.name: 'De mo' is not allowed; string should match pattern"),
         (("steps = 3", "steps = 3\nstep = 4"), "job.step: no such key; allowed here: dir, name, seed, steps"),
-        (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, harness,"),
+        (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, checkpoint, harness,"),
         (("steps = 3", "steps = 3\n[loss]\nkind = 'ppo'"), "loss.kind: 'ppo' is not allowed; input should be 'gspo'"),
         (
             ("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"),
@@ -85,6 +85,14 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (
             ("steps = 3", "steps = 3\n[journal]\nreplicate_to = '10.0.0.1:7070'"),
             "journal.replicate_to: '10.0.0.1:7070' is not allowed; give 127.0.0.1:port",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[checkpoint]\nkeep = 0"),
+            "checkpoint.keep: 0 is not allowed; input should be greater than or equal to 1",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[checkpoint]\nevery_steps = 1.5"),
+            "checkpoint.every_steps: 1.5 is not allowed; input should be a valid integer",
         ),
         (
             ("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"),

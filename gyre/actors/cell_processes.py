@@ -186,6 +186,8 @@ class CellProcesses:
             "model_dir": str(site.model_dir),
             "loss": spec.loss.model_dump(mode="json"),
             "optimizer": spec.optimizer.model_dump(mode="json"),
+            "checkpoint": spec.checkpoint.model_dump(mode="json"),
+            "checkpoints_dir": str(site.job.checkpoints),
             "temperature": spec.sampling.temperature,
             "micro_batch_tokens": spec.batch.micro_step_tokens,
             "threads": spec.cells.threads,

@@ -402,6 +402,8 @@ class CoreActor(Actor):
         site.say(
             f"step {step.step}: mean reward {step.mean_reward:.3f}, {step.counted_tokens} tokens, version {done.version}"
         )
+        if behind := int(done.metrics.get("moments_behind", 0)):
+            site.say(f"step {step.step}: the optimizer's state lacked {behind} steps, whose checkpoint is not there")
         self._ready, self._fresh = False, stepping.losses != self._losses
         self._end_step()
         keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gyre.ids import CellId
+from gyre.ids import CellId, RunId
 from gyre.store.records import Role
 from gyre.wire import record
 
@@ -77,6 +77,62 @@ class StopJob:
     """End all runs and children cleanly; gyred exits when done. -> Ok at once."""
 
     reason: str
+
+
+@record("switch_cell")
+@dataclass(frozen=True)
+class SwitchCell:
+    """Order a cell to `rollout` or `train`, once; when it has come to rest the policy decides again. -> Ok, or Refused."""
+
+    cell: CellId
+    role: Role
+
+
+@record("pin_cell")
+@dataclass(frozen=True)
+class PinCell:
+    """Keep a cell in one role; None takes its pin away. -> Ok when it is written, or Refused."""
+
+    cell: CellId
+    role: Role | None
+
+
+@record("resign_leader")
+@dataclass(frozen=True)
+class ResignLeader:
+    """Give the lease up, so that another scheduler, or this one again, is elected. -> Ok at once."""
+
+
+@record("pause_job")
+@dataclass(frozen=True)
+class PauseJob:
+    """Launch no new run, or again launch some. -> Ok when it is written, or Refused."""
+
+    paused: bool
+
+
+@record("cancel_run")
+@dataclass(frozen=True)
+class CancelRun:
+    """End a run that is queued or live: it settles as infra_failed, "cancelled". -> Ok at once, or Refused."""
+
+    run: RunId
+
+
+@record("get_version")
+@dataclass(frozen=True)
+class GetVersion:
+    """-> Version."""
+
+
+@record("version")
+@dataclass(frozen=True)
+class Version:
+    """What gyred is made of, and what its clock says: for `gyrectl doctor`."""
+
+    gyre: str
+    python: str
+    unix_s: float
 
 
 @record("get_trace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import signal
 import tomllib
 from contextlib import aclosing, suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gyre import __version__
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
 from gyre.actors.gateway import GatewayActor
@@ -32,7 +34,21 @@ from gyre.actors.messages import (
     RunEnded,
     RunFailed,
 )
-from gyre.actors.messages_gyrectl import CellStatus, GetStatus, GetTrace, Status, StopJob, Trace
+from gyre.actors.messages_gyrectl import (
+    CancelRun,
+    CellStatus,
+    GetStatus,
+    GetTrace,
+    GetVersion,
+    PauseJob,
+    PinCell,
+    ResignLeader,
+    Status,
+    StopJob,
+    SwitchCell,
+    Trace,
+    Version,
+)
 from gyre.actors.mirror import Mirror
 from gyre.actors.remote import serve
 from gyre.actors.run import RunActor, end_left_runs
@@ -42,7 +58,7 @@ from gyre.actors.site import Site
 from gyre.children import Children, start_ticks
 from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput, GyreError, Refused
 from gyre.harness.confine import choose
 from gyre.harness.launch import Launcher
 from gyre.harness.profiles import Settings, profile
@@ -66,13 +82,15 @@ from gyre.store.records import (
 )
 from gyre.store.typed import TypedStore
 from gyre.telemetry.tracing import Tracing
-from gyre.train.snapshot import clear_unfinished
+from gyre.train.whole_folder import clear_unfinished
 
 GATEWAY_EVERY_S = 0.5
 STOP_S = 2.0
 """For an actor to end what it is at; then it is cancelled, for it may wait for somebody who does not answer."""
 STOP_ALL_S = 15.0
 END_GRACE_S = 5.0
+ORDER_S = 8.0
+"""For the scheduler to answer a person's order; gyrectl waits a little longer."""
 
 
 class _NodeSection(BaseModel):
@@ -253,8 +271,10 @@ class NodeActor(Actor):
             (run for run in self._runs.records if run.node == self._site.node),
             key=lambda run: (run.state is RunState.QUEUED, self._age(run)),
         )
+        job = self._job_record()
+        launching = self._site.ready.is_set() and job is not None and job.state is not JobState.PAUSED
         for run in mine:
-            if run.run in self._live or (run.state is RunState.QUEUED and not self._site.ready.is_set()):
+            if run.run in self._live or (run.state is RunState.QUEUED and not launching):
                 continue
             if len(self._live) >= self._site.spec.harness.max_live:
                 return
@@ -289,6 +309,7 @@ class NodeActor(Actor):
         job = self._job_record()
         if job is not None and job.state in (JobState.FINISHED, JobState.FAILED):
             self.ref.tell(EndNode(f"the job has {job.state.value}"))
+        self._start_runs()
 
     def _job_record(self) -> JobRecord | None:
         found = self._job.items.get(self._site.keys.job)
@@ -308,6 +329,38 @@ class NodeActor(Actor):
             self._ended.set()
 
     # ------------------------------------------------------------------------------------------ gyrectl
+
+    @handles(SwitchCell, concurrent=True)
+    async def switch(self, message: SwitchCell) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
+    @handles(PinCell, concurrent=True)
+    async def pin(self, message: PinCell) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
+    @handles(ResignLeader, concurrent=True)
+    async def resign(self, message: ResignLeader) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
+    @handles(PauseJob, concurrent=True)
+    async def pause(self, message: PauseJob) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
+    @handles(CancelRun)
+    async def cancel(self, message: CancelRun) -> Ok:
+        run, known = message.run, self._runs.items.get(self._site.keys.run(message.run))
+        if (live := self._live.get(run)) is not None:
+            live.tell(message)
+        elif known is not None and known.record.state is RunState.QUEUED and known.record.node == self._site.node:
+            self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(self._site, run, cancelled=True))
+        else:
+            raise Refused(f"{run} is not queued or live on this node")
+        self._site.say(f"{run}: cancelled by gyrectl")
+        return Ok()
+
+    @handles(GetVersion)
+    async def version(self, _: GetVersion) -> Version:
+        return Version(__version__, platform.python_version(), self._site.outside.unix_s())
 
     @handles(Ping)
     async def ping(self, _: Ping) -> Ok:

@@ -41,7 +41,7 @@ from gyre.actors.messages import (
 )
 from gyre.actors.remote import RemoteRef, connect, serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
-from gyre.config import LossSection, OptimizerSection
+from gyre.config import CheckpointSection, LossSection, OptimizerSection
 from gyre.errors import Refused, Unavailable
 from gyre.ids import RunId
 from gyre.train.replica import Replica, ReplicaConfig
@@ -52,6 +52,8 @@ T = TypeVar("T")
 PEER_S = 60.0
 GATEWAY_S = 300.0
 RETRY_S = 0.2
+SETTLE_S = 4.0
+"""For a checkpoint that is being written when the process is told to end; it is killed soon after."""
 
 
 class ReplicaActor(Actor):
@@ -171,17 +173,19 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
         replica_config = ReplicaConfig(
             loss=LossSection.model_validate_json(json.dumps(config["loss"])),
             optimizer=OptimizerSection.model_validate_json(json.dumps(config["optimizer"])),
+            checkpoint=CheckpointSection.model_validate_json(json.dumps(config["checkpoint"])),
             temperature=float(config["temperature"]),
             micro_batch_tokens=int(config["micro_batch_tokens"]),
             threads=int(config["threads"]),
         )
         replica = await asyncio.get_running_loop().run_in_executor(
-            thread, Replica, Path(config["model_dir"]), replica_config
+            thread, Replica, Path(config["model_dir"]), replica_config, Path(config["checkpoints_dir"])
         )
         async with ActorSystem.running("replica") as system:
             actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, secret))
             async with serve(actor, address, secret):
                 await stopped.wait()
+                await asyncio.to_thread(replica.settle_checkpoints, SETTLE_S)
 
 
 def main() -> None:

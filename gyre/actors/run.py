@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, OpenRun, RunEnded, RunFailed
+from gyre.actors.messages_gyrectl import CancelRun
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import ProcessRef
@@ -48,6 +49,7 @@ from gyre.wire import record
 ASK_S = 120.0
 CLOSE_S = 300.0
 END_GRACE_S = 2.0
+CANCELLED = Verdict(Outcome.INFRA_FAILED, None, "cancelled")
 LEFT_GRACE_S = 0.5
 """For each of the two signals to a harness that is ended because the job is."""
 
@@ -91,9 +93,10 @@ class _Ticket:
 class RunActor(Actor):
     """One run. It ends itself when the run has settled."""
 
-    def __init__(self, site: Site, run: RunId) -> None:
+    def __init__(self, site: Site, run: RunId, *, cancelled: bool = False) -> None:
         self._site = site
         self._run = run
+        self._cancelled = cancelled
         self._process: HarnessProcess | None = None
 
     async def pre_start(self) -> None:
@@ -104,6 +107,13 @@ class RunActor(Actor):
         """The gateway stopped the run (its reason is in the trace): there is no point in letting the harness go on."""
         if self._process is not None and self._process.alive:
             self._site.say(f"{self._run}: {message.reason}")
+            await self._process.end(END_GRACE_S)
+
+    @handles(CancelRun)
+    async def on_cancel(self, _: CancelRun) -> None:
+        """A person wants no more of it: its harness is ended, and it is not started again."""
+        self._cancelled = True
+        if self._process is not None and self._process.alive:
             await self._process.end(END_GRACE_S)
 
     @handles(RunEnded)
@@ -122,6 +132,9 @@ class RunActor(Actor):
             task = site.task(group.record.purpose, group.record.index)
             folder = RunFolder.of(site.job.runs, self._run, found.record.attempt)
             adopted = await self._adopt(found.record, folder)
+            if adopted is None and self._cancelled:
+                found = await self._settle(found, CANCELLED, await self._close(found.record.attempt))
+                continue
             if adopted is None:
                 await site.ready.wait()
                 key = secrets.token_urlsafe(18)
@@ -218,10 +231,10 @@ class RunActor(Actor):
         end = _ending(exit_, ticket, spec.limits.run_s, ended_s, timed_out=stopped)
         report = GatewayReport(trace.calls, trace.interrupted_calls, trace.failure)
         judgement: Judgement | None = None
-        if not failure_of_ours(end, report):
+        if not self._cancelled and not failure_of_ours(end, report):
             scored = await self._evaluate(task, folder, end, exit_)
             judgement = Judgement(scored.score, scored.reason)
-        verdict = judge(end, report, judgement)
+        verdict = CANCELLED if self._cancelled else judge(end, report, judgement)
         settled = await self._settle(found, verdict, trace)
         ticket_file(folder).unlink(missing_ok=True)  # of no more use: nobody takes this attempt up again
         if verdict.outcome in (Outcome.FINISHED, Outcome.TIMED_OUT):
@@ -233,7 +246,7 @@ class RunActor(Actor):
 
     async def _until_end(self, process: HarnessProcess, ticket: _Ticket) -> tuple[HarnessExit, bool]:
         """How the harness ended, and whether it was we who ended it at its limit."""
-        left_s = ticket.deadline_s - self._site.outside.monotonic_s()
+        left_s = 0.0 if self._cancelled else ticket.deadline_s - self._site.outside.monotonic_s()
         exit_ = await process.wait(max(0.0, left_s))
         if exit_ is not None:
             return exit_, False
@@ -250,7 +263,7 @@ class RunActor(Actor):
         site, run = self._site, found.record
         if verdict.outcome is Outcome.INFRA_FAILED:
             site.say(f"{run.run} attempt {run.attempt}: {verdict.reason}")
-            if run.attempt < site.spec.harness.attempts and not trace.failure:
+            if run.attempt < site.spec.harness.attempts and not trace.failure and not self._cancelled:
                 return await self._next_attempt(found, "the last one failed through no fault of its own")
         elif verdict.outcome is Outcome.EVALUATOR_FAILED:
             site.say(f"{run.run}: {verdict.reason}")

@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gyre.actors.measures import Measures
-from gyre.actors.messages import GetProgress, JobFailed, Lead, Progress, Progressed, WhoLeads
+from gyre.actors.messages import GetProgress, JobFailed, Lead, Ok, Progress, Progressed, WhoLeads
+from gyre.actors.messages_gyrectl import PauseJob, PinCell, ResignLeader, SwitchCell
 from gyre.actors.mirror import Mirror
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
-from gyre.errors import Unavailable
+from gyre.errors import Refused, Unavailable
 from gyre.ids import CellId, RunId
 from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, next_launches, run_id
+from gyre.sched.orders import refuse_pin, refuse_switch
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.sched.revival import Revival
 from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compacted, Compare, Lease, LeaseLost, Put
+from gyre.store.protocol import Compacted, Compare, Delete, Lease, LeaseLost, Put
 from gyre.store.records import (
     CellRoleRecord,
     CellSpecRecord,
@@ -32,6 +34,7 @@ from gyre.store.records import (
     JobRecord,
     JobState,
     LeaderRecord,
+    PinRecord,
     Purpose,
     Role,
     RunRecord,
@@ -48,6 +51,8 @@ T = TypeVar("T")
 LEASE_S = 5.0
 CAMPAIGN_PAUSE_S = 1.0
 """Before a campaign that the store did not take is begun again."""
+RESIGN_PAUSE_S = 0.2
+"""The others' head start, after this one gave the lease up, before it campaigns again."""
 WRITTEN_TICKS = 20
 TICK_S = 0.5
 """Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
@@ -84,6 +89,7 @@ class SchedulerActor(Actor):
         )
         self._token = 0
         self._lease: Lease | None = None
+        self._resigned = asyncio.Event()
         self._failure = ""
         """Why the job cannot go on, until a leader has written it down."""
         root = site.keys.root
@@ -91,6 +97,9 @@ class SchedulerActor(Actor):
         self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
         self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
+        self._pins = Mirror(site.store, f"{root}pins/", PinRecord)
+        self._switched: dict[CellId, int] = {}
+        """By cell, the epoch of a switch that a person ordered: the policy waits until the cell has come to rest."""
         self._revival = Revival()
         self._params = PolicyParams(**spec.scheduler.model_dump())
         self._measures = Measures()
@@ -127,14 +136,24 @@ class SchedulerActor(Actor):
             except (LeaseLost, Unavailable, Compacted):
                 await asyncio.sleep(CAMPAIGN_PAUSE_S)
                 continue
+            self._resigned.clear()
             self.ref.tell(_Elected(token))
             try:
-                while True:
-                    await asyncio.sleep(lease.ttl_s / 3)
+                while not await self._resigns_within(lease.ttl_s / 3):
                     with suppress(Unavailable):  # it is proven still; when it is not any more it is lost
                         await lease.keep_alive()
             except LeaseLost as error:
                 self.ref.tell(_Deposed(str(error)))
+                continue
+            with suppress(LeaseLost, Unavailable):  # else it runs out
+                await lease.revoke()
+            await asyncio.sleep(RESIGN_PAUSE_S)
+
+    async def _resigns_within(self, limit_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                return await self._resigned.wait()
+        return False
 
     async def _until_free(self, revision: int) -> None:
         async with aclosing(self._site.store.store.watch(self._site.keys.leader, revision + 1)) as events:
@@ -148,7 +167,7 @@ class SchedulerActor(Actor):
         await self._ensure_job()
         if not self._following:
             self._following = True
-            for mirror in (self._groups, self._runs, self._roles, self._switches):
+            for mirror in (self._groups, self._runs, self._roles, self._switches, self._pins):
                 self.task(mirror.follow(self._wake))
         self._lead()
 
@@ -167,6 +186,18 @@ class SchedulerActor(Actor):
     async def on_deposed(self, message: _Deposed) -> None:
         self._site.say(f"not the leader any more: {message.why}")
         self._token = 0
+
+    @handles(ResignLeader, control=True)
+    async def on_resign(self, _: ResignLeader) -> Ok:
+        self._must_lead()
+        self._site.say("the leader resigns, as it was told")
+        self._token = 0
+        self._resigned.set()
+        return Ok()
+
+    def _must_lead(self) -> None:
+        if not self._token:
+            raise Unavailable("this node's scheduler does not lead just now; ask again in a few seconds")
 
     async def _ensure_job(self) -> None:
         """The job's record and its first snapshot, on the first day of the job."""
@@ -202,12 +233,15 @@ class SchedulerActor(Actor):
             self._woken = True
             self.after(0.0, Progressed())
 
-    async def _commit(self, puts: Sequence[Put], compares: Sequence[Compare] = ()) -> Verdict:
+    async def _commit(
+        self, puts: Sequence[Put], compares: Sequence[Compare] = (), deletes: Sequence[Delete] = ()
+    ) -> Verdict:
         """One fenced transaction; stops leading when it turns out that another leads."""
         if not self._token:
             return Verdict.DEPOSED
         outcome = verdict(
-            await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts)), self._token
+            await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts, deletes)),
+            self._token,
         )
         if outcome is Verdict.DEPOSED:
             self._token = 0
@@ -241,13 +275,14 @@ class SchedulerActor(Actor):
 
     async def _decide(self) -> None:
         site = self._site
-        mirrors = (self._groups, self._runs, self._roles, self._switches)
+        mirrors = (self._groups, self._runs, self._roles, self._switches, self._pins)
         if not self._token or "core" not in site.refs or site.stopping or not all(mirror.listed for mirror in mirrors):
             return
         job = await site.store.get(site.keys.job, JobRecord)
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
-        if job is None or snapshot is None or job.record.state is not JobState.RUNNING:
+        if job is None or snapshot is None or job.record.state not in (JobState.RUNNING, JobState.PAUSED):
             return
+        paused = job.record.state is JobState.PAUSED
         if self._failure:
             await self._end_job(JobState.FAILED, self._failure)
             return
@@ -260,9 +295,9 @@ class SchedulerActor(Actor):
             await self._end_job(JobState.FINISHED, "")
             return
         launches = next_launches(self._plan, version, job.record.launched_groups, job.record.consumed_groups, groups)
-        if launches:
+        if launches and not paused:
             await self._launch(launches, version)
-        await self._set_roles()
+        await self._set_roles(paused=paused)
 
     def _drop_consumed(self) -> None:
         """What has been trained is decided about no more: a long job costs no more per decision than a short one."""
@@ -379,10 +414,10 @@ class SchedulerActor(Actor):
 
     # ------------------------------------------------------------------------------------------ roles
 
-    def _view(self, roles: Mapping[CellId, CellRoleRecord], progress: Progress) -> ClusterView:
+    def _view(self, roles: Mapping[CellId, CellRoleRecord], progress: Progress, *, paused: bool) -> ClusterView:
         spec, gateway = self._site.spec, self._site.gateway_status
         in_flight = gateway.in_flight if gateway else {}
-        runs = self._runs.records
+        runs, pins = self._runs.records, self._pinned()
         past = batch_of(progress.step, spec.batch.groups).stop
         later = [
             trace
@@ -400,10 +435,11 @@ class SchedulerActor(Actor):
                     desired=seen.desired,
                     slots=spec.cells.slots,
                     live=in_flight.get(cell, 0),
+                    pinned=seen.desired if cell in self._switched else pins.get(cell),
                 )
                 for cell, seen in roles.items()
             ),
-            queued=sum(run.state is RunState.QUEUED for run in runs),
+            queued=0 if paused else sum(run.state is RunState.QUEUED for run in runs),
             live=sum(run.state is RunState.LIVE for run in runs),
             ready_runs=progress.untrained_runs,
             ready_tokens=progress.untrained_tokens,
@@ -419,8 +455,14 @@ class SchedulerActor(Actor):
             switch_s=self._measures.switch_s,
         )
 
-    async def _set_roles(self) -> None:
-        roles = {CellId(key.split("/")[-2]): seen for key, seen in self._roles.items.items()}
+    def _seen_roles(self) -> dict[CellId, Versioned[CellRoleRecord]]:
+        return {CellId(key.split("/")[-2]): seen for key, seen in self._roles.items.items()}
+
+    def _pinned(self) -> dict[CellId, Role]:
+        return {pin.cell: pin.role for pin in self._pins.records}
+
+    async def _set_roles(self, *, paused: bool) -> None:
+        roles = self._seen_roles()
         if len(roles) < len(self._site.cells):
             return  # the cells have not reported yet
         try:
@@ -438,12 +480,16 @@ class SchedulerActor(Actor):
                 JobState.FAILED, f"no cell works; the logs of the engines in {self._site.job.logs} say why"
             )
             return
-        plan = decide(self._view({cell: seen.record for cell, seen in roles.items()}, progress), self._params)
+        records = {cell: seen.record for cell, seen in roles.items()}
+        for cell, epoch in list(self._switched.items()):
+            if records[cell].epoch != epoch or records[cell].rested >= epoch:
+                del self._switched[cell]
+        plan, pinned = decide(self._view(records, progress, paused=paused), self._params), self._pinned()
         for cell, desired in plan.desired.items():
             if roles[cell].record.desired is not desired or (cell in due and cell in back):
-                await self._order(cell, roles[cell], desired, plan.reason)
+                await self._order(cell, roles[cell], desired, "it is pinned" if cell in pinned else plan.reason)
 
-    async def _order(self, cell: CellId, seen: Versioned[CellRoleRecord], desired: Role, reason: str) -> None:
+    async def _order(self, cell: CellId, seen: Versioned[CellRoleRecord], desired: Role, reason: str) -> bool:
         site = self._site
         with site.tracing.span("decide", cell=cell, desired=desired.value, reason=reason) as span:
             order = replace(
@@ -453,5 +499,58 @@ class SchedulerActor(Actor):
                 token=self._token,
                 traceparent=span.traceparent,
             )
-            if await self._write(self._roles, seen, order):
+            written = await self._write(self._roles, seen, order)
+            if written:
                 site.say(f"{cell}: {seen.record.observed.value} -> {desired.value} ({reason})")
+            return written
+
+    # ------------------------------------------------------------------------------------------ a person's orders
+
+    @handles(SwitchCell)
+    async def on_switch(self, message: SwitchCell) -> Ok:
+        self._must_lead()
+        cell, roles = message.cell, self._seen_roles()
+        records = {name: seen.record for name, seen in roles.items()}
+        water_level = sum(run.state in (RunState.QUEUED, RunState.LIVE) for run in self._runs.records)
+        if why := refuse_switch(cell, message.role, records, self._pinned(), water_level):
+            raise Refused(why)
+        if not await self._order(cell, roles[cell], message.role, "ordered by gyrectl"):
+            raise Refused(f"{cell} has just changed; look again, and order it again")
+        self._switched[cell] = records[cell].epoch + 1
+        return Ok()
+
+    @handles(PinCell)
+    async def on_pin(self, message: PinCell) -> Ok:
+        self._must_lead()
+        cell, role, pins = message.cell, message.role, self._pinned()
+        key = self._site.keys.pin(cell)
+        if role is None:
+            if cell not in pins:
+                raise Refused(f"{cell} is not pinned")
+            outcome = await self._commit((), deletes=(Delete(key),))
+            if outcome is Verdict.WRITTEN:
+                self._pins.items.pop(key, None)
+        else:
+            records = {name: seen.record for name, seen in self._seen_roles().items()}
+            if why := refuse_pin(cell, role, records, pins):
+                raise Refused(why)
+            outcome = await self._commit((put_record(key, PinRecord(cell, role)),))
+            if outcome is Verdict.WRITTEN and (now := await self._site.store.get(key, PinRecord)) is not None:
+                self._pins.put(now)
+        if outcome is not Verdict.WRITTEN:
+            raise Unavailable("another leads now; ask again")
+        self._site.say(f"{cell}: {'unpinned' if role is None else f'pinned to {role.value}'}, by gyrectl")
+        return Ok()
+
+    @handles(PauseJob)
+    async def on_pause(self, message: PauseJob) -> Ok:
+        self._must_lead()
+        job = await self._site.store.get(self._site.keys.job, JobRecord)
+        before, after = (JobState.RUNNING, JobState.PAUSED) if message.paused else (JobState.PAUSED, JobState.RUNNING)
+        if job is None or job.record.state is not before:
+            raise Refused(f"the job is {job.record.state.value if job else 'not begun'}, not {before.value}")
+        await self._update_job(state=after)
+        self._must_lead()
+        self._site.say(f"the job is {after.value}, by gyrectl")
+        self._wake()
+        return Ok()

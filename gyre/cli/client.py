@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from gyre.actors.messages import Ok
-from gyre.actors.messages_gyrectl import GetStatus, GetTrace, SpanRecord, Status, StopJob, Trace
+from gyre.actors.messages_gyrectl import (
+    GetStatus,
+    GetTrace,
+    GetVersion,
+    SpanRecord,
+    Status,
+    StopJob,
+    Trace,
+    Version,
+)
 from gyre.actors.remote import connect
+from gyre.children import ProcessRef
 from gyre.cli.report import Books, Report, read_books, summarise
 from gyre.config import JobSpec
 from gyre.errors import BadInput, Unavailable
 from gyre.jobdir import JobDir
 from gyre.store.open import open_store
 from gyre.store.records import Keys
+from gyre.store.typed import TypedStore
 
 T = TypeVar("T")
 
 ASK_S = 5.0
+ORDER_S = 10.0
+"""For an order that the leader carries out before it answers."""
 
 
 def find_job(folder: Path | None) -> JobDir:
@@ -55,10 +73,53 @@ async def trace(job: JobDir, switch: str) -> tuple[SpanRecord, ...]:
     return (await _ask(job, GetTrace(switch), Trace)).spans
 
 
-async def _ask(job: JobDir, message: object, reply: type[T]) -> T:
+async def order(job: JobDir, message: object) -> None:
+    """Have the job's gyred do something. Raises Refused with the reason, Unavailable when it does not answer."""
+    await _ask(job, message, Ok, ORDER_S)
+
+
+async def version(job: JobDir) -> Version:
+    return await _ask(job, GetVersion(), Version)
+
+
+def gyred_of(job: JobDir) -> ProcessRef | None:
+    """The process that runs this job now, whoever started it."""
+    try:
+        found = json.loads(job.gyred_file.read_text(encoding="utf-8"))
+        process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return process if process.alive else None
+
+
+def store_url(job: JobDir) -> str:
+    """The state store of the job: what its node's file names."""
+    try:
+        return str(tomllib.loads(job.node_file.read_text(encoding="utf-8"))["node"]["store"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput("node.toml", str(job.node_file), f"it must be as gyrectl up wrote it ({error!r})") from error
+
+
+@asynccontextmanager
+async def reading(job: JobDir) -> AsyncGenerator[tuple[TypedStore, Keys]]:
+    """The job's store, to read from, whether the job runs or has ended. Raises Unavailable when that takes too long."""
+    url = store_url(job)
+    if url.startswith("sqlite:") and not job.store.exists():
+        raise Unavailable(f"{job.root} has no store yet")
+    store = open_store(url, read_only=True)
+    try:
+        async with asyncio.timeout(ORDER_S):
+            yield TypedStore(store), Keys(read_spec(job).job.name)
+    except TimeoutError:
+        raise Unavailable(f"the state store has not answered within {ORDER_S:g} s; gyrectl doctor says more") from None
+    finally:
+        await store.close()
+
+
+async def _ask(job: JobDir, message: object, reply: type[T], limit_s: float = ASK_S) -> T:
     async with connect(job.address("node"), job.secret()) as node:
         try:
-            return await node.ask(message, ASK_S, reply)
+            return await node.ask(message, limit_s, reply)
         except Unavailable as error:
             if (job.sockets / "node.sock").exists():
                 raise

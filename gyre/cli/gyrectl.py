@@ -16,31 +16,42 @@ if Path(sys.argv[0]).name in ("gyrectl", "gyrectl.py"):
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
 from gyre.cli import client, live
 from gyre.cli.actor_cli import actor_app
+from gyre.cli.cluster_cli import cell_app, leader_app, node_app, snapshot_app
 from gyre.cli.pki_cli import pki_app
 from gyre.cli.run_cli import run_app
 from gyre.cli.up import Options
 from gyre.cli.up import up as run_up
+from gyre.cli.work_cli import group_app, job_app, step_app
 from gyre.config import JobFileError, load_job
 from gyre.errors import BadInput, GyreError
 from gyre.wire import to_plain
+
+if TYPE_CHECKING:
+    from gyre.cli.doctor import Finding
 
 T = TypeVar("T")
 
 app = typer.Typer(
     help="Steer Gyre: elastic online RL for agents in unmodified harnesses.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(run_app, name="run")
 app.add_typer(actor_app, name="actor")
+app.add_typer(job_app, name="job")
+app.add_typer(cell_app, name="cell")
+app.add_typer(node_app, name="node")
+app.add_typer(leader_app, name="leader")
+app.add_typer(snapshot_app, name="snapshot")
+app.add_typer(group_app, name="group")
+app.add_typer(step_app, name="step")
 app.add_typer(pki_app, name="pki")
 console = Console()
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -123,6 +134,39 @@ def status(folder: Dir = None, as_json: AsJson = False) -> None:
         sys.stdout.write(json.dumps(to_plain(found)) + "\n")
     else:
         console.print(live.render(found))
+
+
+@app.command()
+def top(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Watch a running job, as `up` shows it, until it ends or Ctrl-C; with --json, one status a line.
+
+    gyrectl top --dir runs/quickstart
+    """
+    from gyre.cli.top import watch
+
+    _run(lambda: watch(client.find_job(folder), console, as_json=as_json))
+
+
+@app.command()
+def doctor(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Look at what a job stands on: each line is ok, a warning or a fault, with the mend. Exit code 1 at a fault.
+
+    gyrectl doctor
+    """
+    from gyre.cli.doctor import State, examine
+
+    async def work() -> list[Finding]:
+        # Where no job is named and none is found, there is still the machine to look at.
+        return await examine(client.find_job(folder) if folder or list(Path("runs").glob("*/job.json")) else None)
+
+    findings = _run(work)
+    if as_json:
+        sys.stdout.write(json.dumps([finding.to_json() for finding in findings]) + "\n")
+    else:
+        for finding in findings:
+            console.print(finding.line(), markup=False, highlight=False, soft_wrap=True, style=finding.colour)
+    if any(finding.state is State.FAULT for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -66,6 +66,8 @@ def render(status: Status) -> RenderableType:
             f"{status.calls:,} calls, {status.sampled_tokens:,} tokens, longest extra silence {status.max_silence_s * 1000:.0f} ms"
         ),
     )
+    if status.phase == "paused":
+        rows.add_row("", Text("paused: gyrectl job resume launches runs again", style="yellow"))
     for event in status.events[-4:]:
         rows.add_row("", Text(event, style="dim", overflow="ellipsis", no_wrap=True))
     title = f"gyre  {status.job}  {status.active_s:.0f} s  snapshot v{status.version}"

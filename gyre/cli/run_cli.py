@@ -1,13 +1,14 @@
-"""`gyrectl run …`: what the runs of a job did, from their journals on disk.
+"""`gyrectl run …`: what the runs of a job did, from their journals on disk; and the end of one that is not wanted.
 
-They are read whether the job runs or has ended, and are never changed.
+Journals are read whether the job runs or has ended, and are never changed.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +16,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gyre.cli.client import find_job
+from gyre.actors.messages_gyrectl import CancelRun
+from gyre.cli.client import find_job, order, reading
 from gyre.cli.run_files import RunFiles
+from gyre.cli.run_output import show, strict_json, visible
+from gyre.cli.saying import Yes, done, say
 from gyre.config import JobFileError
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput, GyreError, Unavailable
+from gyre.ids import RunId
+from gyre.jobdir import JobDir
+from gyre.store.records import RunRecord, RunState
 
 run_app = typer.Typer(
     help="Look into the runs of a job: what they sampled, and what of it is trained.", no_args_is_help=True
@@ -30,8 +37,7 @@ Dir = Annotated[Path | None, typer.Option("--dir", help="The job's folder; defau
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-_PIPED_WIDTH = 240
-"""Columns where the output is no terminal: more than any line of a tree needs."""
+CANCELLED_S, LOOK_S = 60.0, 0.1
 
 
 @run_app.command("list")
@@ -42,11 +48,11 @@ def list_runs(folder: Dir = None, as_json: AsJson = False) -> None:
     with _one_line_errors():
         files = RunFiles(find_job(folder))
         rows = [listed(file) for file in files.some((), None)]
-    _tell_unreadable(files)
+    _tell(files.unreadable)
     if as_json:
         _print_json(rows)
     else:
-        _console().print(list_view(rows))
+        show(list_view(rows), wrapped=True)
 
 
 @run_app.command()
@@ -60,10 +66,11 @@ def tree(run: Run, attempt: Attempt = None, folder: Dir = None, as_json: AsJson 
     with _one_line_errors():
         files = RunFiles(find_job(folder))
         file, j_max = files.one(run, attempt), files.j_max
+    _tell(files.damaged)
     if as_json:
         _print_json(tree_plain(file, j_max))
     else:
-        _console().print(tree_view(file, j_max))
+        show(tree_view(file, j_max), wrapped=True)
 
 
 @run_app.command()
@@ -88,12 +95,13 @@ def replay(
         found = files.one(run, attempt).run
         calls = [found.find(call)] if call else list(found.calls.values())
         words = files.words()
+    _tell(files.damaged)
     if as_json:
         for each in calls:
             _print_json(replay_plain(found, each, words))
         return
     for each in calls:
-        _console().print(replay_view(found, each, words, whole_prompt=bool(call)))
+        show(replay_view(found, each, words, whole_prompt=bool(call)), wrapped=False)
 
 
 @run_app.command()
@@ -112,18 +120,47 @@ def export(
     with _one_line_errors():
         files = RunFiles(find_job(folder))
         written = write_export(files.some(runs or (), attempt), files.j_max, files.words(), out)
-    _tell_unreadable(files)
-    console = _console()
+    _tell(files.unreadable + files.damaged)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{written.runs} runs: {written.calls} calls, {written.lineages} lineages", markup=False)
     for path in written.files:
-        console.print(str(path), markup=False)
+        console.print(visible(str(path)), markup=False)
     if not written.parquet:
         console.print("pyarrow is not installed, so no Parquet was written: pip install 'gyre[export]'", markup=False)
 
 
-def _tell_unreadable(files: RunFiles) -> None:
-    for line in files.unreadable:
-        _errors().print(line, style="yellow", markup=False)
+@run_app.command()
+def cancel(run: Run, yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+    """End a run that is queued or live. It settles as infra_failed, "cancelled": in no baseline and no loss.
+
+    gyrectl run cancel t000003-07
+    """
+    if not yes:
+        typer.confirm(f"What {run} did so far is lost for training. Cancel it?", abort=True, err=True)
+    settled = done(lambda: _cancel(find_job(folder), RunId(run)))
+    outcome = settled.outcome.value if settled.outcome else ""
+    say(
+        visible(f"{run}: {outcome}, {settled.reason}"), as_json=as_json, run=run, outcome=outcome, reason=settled.reason
+    )
+
+
+async def _cancel(job: JobDir, run: RunId) -> RunRecord:
+    """Order it, and wait until the run has settled."""
+    await order(job, CancelRun(run))
+    until_s = time.monotonic() + CANCELLED_S
+    while True:
+        async with reading(job) as (store, keys):
+            found = await store.get(keys.run(run), RunRecord)
+        if found is not None and found.record.state is RunState.SETTLED:
+            return found.record
+        if time.monotonic() > until_s:
+            raise Unavailable(f"{run} was told to end, and has not settled within {CANCELLED_S:g} s")
+        await asyncio.sleep(LOOK_S)
+
+
+def _tell(lines: Iterable[str]) -> None:
+    for line in lines:
+        _errors().print(visible(line), style="yellow", markup=False)
 
 
 @contextmanager
@@ -131,12 +168,11 @@ def _one_line_errors() -> Generator[None]:
     try:
         yield
     except GyreError as error:
-        _errors().print(str(error), style="red", markup=False)
+        _errors().print(visible(str(error)), style="red", markup=False)
         raise typer.Exit(2 if isinstance(error, BadInput | JobFileError) else 1) from error
-
-
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    except OSError as error:
+        _errors().print(visible(f"{error.filename} cannot be read: {error.strerror}"), style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 def _errors() -> Console:
@@ -144,4 +180,4 @@ def _errors() -> Console:
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.write(strict_json(value) + "\n")

@@ -7,7 +7,6 @@ fits in memory. A file appears under its name when it is whole.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.cli.run_files import RunFile, Words
+from gyre.cli.run_output import strict_json
 from gyre.errors import BadInput
 from gyre.trajectory.replay import Account, Replay, ReplayedCall, tokens_of
 from gyre.trajectory.selection import describe
@@ -97,6 +97,9 @@ def write_export(files: Iterable[RunFile], j_max: int, words: Words | None, out:
             _draft(path).replace(path)
     except OSError as error:
         raise BadInput("--out", str(out), f"a folder that can be written ({error.strerror or error})") from error
+    finally:
+        for path in written.files:
+            _draft(path).unlink(missing_ok=True)
     return written
 
 
@@ -162,7 +165,7 @@ def _call_row(file: RunFile, call: ReplayedCall, account: Account, words: Words 
         "logprobs": call.logprobs.tolist(),
         "versions": call.versions.tolist(),
         "output_text": None if words is None else words.text(call.output),
-        "request": json.dumps(call.request.get("body", {})),
+        "request": strict_json(call.request.get("body", {})),
     }
 
 
@@ -174,15 +177,16 @@ def _table(
 ) -> Callable[[list[Row]], None]:
     """Opens the table's files; returns what adds rows to them."""
     lines_path = out / f"{name}.jsonl"
-    lines = stack.enter_context(_draft(lines_path).open("w", encoding="utf-8"))
     written.files.append(lines_path)
-    add_to_parquet = _parquet(stack, out / f"{name}.parquet", columns) if written.parquet else None
-    if add_to_parquet is not None:
+    lines = stack.enter_context(_draft(lines_path).open("w", encoding="utf-8"))
+    add_to_parquet = None
+    if written.parquet:
         written.files.append(out / f"{name}.parquet")
+        add_to_parquet = _parquet(stack, out / f"{name}.parquet", columns)
 
     def add(rows: list[Row]) -> None:
         for row in rows:
-            lines.write(json.dumps(row) + "\n")
+            lines.write(strict_json(row) + "\n")
         if add_to_parquet is not None and rows:
             add_to_parquet(rows)
 

@@ -13,8 +13,8 @@ from typing import Any
 from gyre.cli.client import read_spec
 from gyre.errors import BadInput, GyreError
 from gyre.jobdir import JobDir
-from gyre.proxy.journal_writer import look_at_journal
-from gyre.proxy.journals import JournalPlace, find_journal, journals
+from gyre.proxy.journal_writer import Found, look_at_journal
+from gyre.proxy.journals import JournalPlace, find_journal, journals, segments
 from gyre.trajectory.replay import Replay, replay
 
 
@@ -23,8 +23,8 @@ class RunFile:
     """One journal, read."""
 
     place: JournalPlace
-    damaged: bool
-    """Whether bytes behind its last sound record are torn; a run that writes at this moment may look so too."""
+    damage: str
+    """What of it could not be read, in words; empty: nothing. A run that writes at this moment may look so too."""
     run: Replay
 
 
@@ -35,6 +35,8 @@ class RunFiles:
         self._job = job
         self.unreadable: list[str] = []
         """What `some` had to leave out, and why, a line each."""
+        self.damaged: list[str] = []
+        """Which journals were read in part, a line each."""
 
     @property
     def j_max(self) -> int:
@@ -42,7 +44,7 @@ class RunFiles:
 
     def one(self, run: str, attempt: int | None) -> RunFile:
         """The run's last attempt, or the one that is named. Raises BadInput."""
-        return _read(find_journal(self._job.journal, run, attempt))
+        return self._read(find_journal(self._job.journal, run, attempt))
 
     def some(self, runs: Sequence[str], attempt: int | None) -> Iterator[RunFile]:
         """The named runs, or every journal of the job that can be read."""
@@ -51,11 +53,30 @@ class RunFiles:
             return
         for place in journals(self._job.journal):
             try:
-                yield _read(place)
-            except BadInput as error:  # torn in its first record, or of another time's format
+                yield self._read_or_closed(place)
+            except BadInput as error:  # no file to read, torn in its first record, or of another time's format
                 self.unreadable.append(f"attempt {place.attempt}: {error}")
-            except FileNotFoundError:  # it was closed and put away a moment ago
-                yield self.one(place.run, place.attempt)
+
+    def _read_or_closed(self, place: JournalPlace) -> RunFile:
+        try:
+            return self._read(place)
+        except FileNotFoundError:  # it was closed and put away a moment ago
+            return self.one(place.run, place.attempt)
+
+    def _read(self, place: JournalPlace) -> RunFile:
+        name = f"journal of run {place.run}"
+        try:
+            found = look_at_journal(place.folder)
+            file = RunFile(place, _damage(place, found), replay(found.records))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise BadInput(name, str(error.filename), f"a file that can be read ({error.strerror})") from error
+        except BadInput as error:
+            raise BadInput(name, error.value, error.allowed) from error
+        if file.damage:
+            self.damaged.append(f"run {place.run}, attempt {place.attempt}: {file.damage}")
+        return file
 
     def words(self) -> Words | None:
         """The job's tokenizer, or None where it cannot be read."""
@@ -84,9 +105,9 @@ class Words:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
-def _read(place: JournalPlace) -> RunFile:
-    found = look_at_journal(place.folder)
-    try:
-        return RunFile(place, found.torn is not None, replay(found.records))
-    except BadInput as error:
-        raise BadInput(f"journal of run {place.run}", error.value, error.allowed) from error
+def _damage(place: JournalPlace, found: Found) -> str:
+    if found.torn is None:
+        return ""
+    unread = [path for path in segments(place.folder) if path >= found.torn]
+    unread_bytes = sum(path.stat().st_size for path in unread) - found.good_bytes
+    return f"damaged: {unread_bytes} bytes from byte {found.good_bytes} of {found.torn.name} on are not read"

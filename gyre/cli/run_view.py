@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from gyre.cli.run_files import RunFile, Words
+from gyre.cli.run_output import visible
 from gyre.ids import CallId
 from gyre.trajectory.records import LineageRole
 from gyre.trajectory.replay import Account, Replay, ReplayedCall, Use
@@ -44,7 +44,7 @@ def listed(file: RunFile) -> dict[str, Any]:
         "group": run.opened.group,
         "profile": run.opened.profile,
         "state": "open" if file.place.open else "closed",
-        "damaged": file.damaged,
+        "damaged": file.damage,
         "failure": "" if run.closed is None else run.closed.failure,
         "calls": len(run.calls),
         "delivered_calls": tree.delivered_calls,
@@ -67,16 +67,16 @@ def list_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     ):
         table.add_column(name, justify="left" if justify == "left" else "right")
     for row in rows:
-        note = row["failure"] or ("its last record is torn" if row["damaged"] and row["state"] == "closed" else "")
+        note = "; ".join(filter(None, (row["failure"], row["damaged"])))
         table.add_row(
-            escape(row["run"]),
+            Text(visible(row["run"])),
             str(row["attempt"]),
             row["state"],
-            escape(row["profile"]),
+            Text(visible(row["profile"])),
             f"{row['delivered_calls']} of {row['calls']}",
             f"{row['tokens']:,}",
             f"{row['sampled_tokens']:,}",
-            Text(note, style="red"),
+            Text(visible(note), style="red"),
         )
     return table
 
@@ -103,8 +103,8 @@ def tree_view(file: RunFile, j_max: int) -> RenderableType:
     counted = sum(account.counted_tokens for account in accounts.values())
     drawing = Drawing(
         Text.assemble(
-            (run.opened.run, "bold"),
-            f"  attempt {run.opened.attempt}, {head['state']}, {run.opened.profile}: {len(run.calls)} calls, "
+            (visible(run.opened.run), "bold"),
+            f"  attempt {run.opened.attempt}, {head['state']}, {visible(run.opened.profile)}: {len(run.calls)} calls, "
             f"{head['tokens']:,} tokens, {head['sampled_tokens']:,} sampled, {counted:,} counted (j_max {j_max})",
         ),
         guide_style="dim",
@@ -114,7 +114,7 @@ def tree_view(file: RunFile, j_max: int) -> RenderableType:
         children.setdefault(account.parent, []).append(call)
     for first in children.get(None, ()):
         _draw_thread(drawing, first, run, accounts, children)
-    faults = [Text(fault, style="red") for fault in run.tree.check()]
+    faults = [Text(visible(fault), style="red") for fault in run.tree.check()]
     return Group(drawing, *faults) if faults else drawing
 
 
@@ -221,7 +221,10 @@ def replay_view(run: Replay, call: ReplayedCall, words: Words | None, *, whole_p
     ending = call.finish or "no end on record"
     what = f"prompt, {len(prompt):,} tokens" + (f", of which {skipped:,} are the call before it" if skipped else "")
     return Group(
-        Text.assemble((f"#{call.started.seq} {call.id}", "bold"), f"  {call.role.value}, {began} UTC, {ending}"),
+        Text.assemble(
+            (visible(f"#{call.started.seq} {call.id}"), "bold"),
+            f"  {call.role.value}, {began} UTC, {visible(ending)}",
+        ),
         Text(what, style="dim"),
         Text(_shown(prompt[skipped:], words)),
         Text(f"output, {len(call.output):,} tokens", style="dim"),
@@ -248,13 +251,13 @@ def pieces(token_ids: Sequence[int], words: Words | None) -> list[str | None]:
 
 
 def _shown(token_ids: array[int], words: Words | None) -> str:
-    return " ".join(map(str, token_ids)) if words is None else words.text(token_ids)
+    return " ".join(map(str, token_ids)) if words is None else visible(words.text(token_ids))
 
 
 def _coloured(call: ReplayedCall, words: Words | None) -> Text:
     out = Text()
     for token, text, logprob in zip(call.output, pieces(call.output, words), call.logprobs, strict=True):
-        out.append(f"{token} " if text is None else text, style=_colour(logprob))
+        out.append(f"{token} " if text is None else visible(text), style=_colour(logprob))
     return out
 
 

@@ -183,12 +183,8 @@ class _Gyred:
     @staticmethod
     def running(job: JobDir) -> _Gyred | None:
         """The one that runs this job now, whoever started it."""
-        try:
-            found = json.loads(job.gyred_file.read_text(encoding="utf-8"))
-            process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return _Gyred(job, process, None) if process.alive else None
+        process = client.gyred_of(job)
+        return None if process is None else _Gyred(job, process, None)
 
     def ended(self) -> int | None:
         """Its exit code when it has ended, negative for a signal. Of one that is not our child: 0 for a clean end."""

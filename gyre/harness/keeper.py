@@ -97,9 +97,10 @@ def keep(spec: Spec, body: Callable[[], int]) -> NoReturn:
         os.setsid()
     places = _Places(spec)
     try:
+        places.begin(spec)
         end = _Keeping(spec, body).until_the_end()
-    except OSError as error:
-        end = End(error=str(error))
+    except Exception as error:
+        end = End(error=_why(error))
     places.write_end(end)
     os._exit(end.exit_code)
 
@@ -130,6 +131,9 @@ class _Places:
     def __init__(self, spec: Spec) -> None:
         self._exit_name = os.path.basename(spec.exit_file)
         self._exit_folder = _open_folder(spec.exit_file) if spec.exit_file else -1
+
+    def begin(self, spec: Spec) -> None:
+        """Write down who the keeper is, and let all output go to the log."""
         if spec.record_file:
             folder = _open_folder(spec.record_file)
             record = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
@@ -229,8 +233,8 @@ def _first_process(spec: Spec, body: Callable[[], int], report: int, keeper_aliv
             namespaces.drop_privileges()
             _become_harness(spec, body, report)
         _be_init(harness, report)
-    except OSError as error:
-        _tell(report, End(error=str(error)))
+    except Exception as error:
+        _tell(report, End(error=_why(error)))
     os._exit(SETUP_FAILED)
 
 
@@ -269,8 +273,8 @@ def _become_harness(spec: Spec, body: Callable[[], int], report: int) -> NoRetur
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         code = body()
-    except OSError as error:
-        _tell(report, End(error=str(error)))
+    except Exception as error:
+        _tell(report, End(error=_why(error)))
     finally:
         os._exit(code)
 
@@ -388,6 +392,10 @@ def _read_now(pipe: int) -> bytes:
 
 def _tell(report: int, end: End) -> None:
     os.write(report, (json.dumps(end._asdict()) + "\n").encode())
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _open_folder(path: str) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
+from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 from aiohttp import web
@@ -20,6 +22,8 @@ _DEEPEST = 200
 """Levels that a body may be nested: more than any schema has, and far from where Python's recursion ends."""
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """Encodings of a body that are read, with zlib's name for each."""
+_ENCODINGS = 2
+"""A body may be packed this many times, one in the other. Each is unpacked whole before the next."""
 READ_S = 300.0
 """The longest a request's body may take to arrive. The server says nothing when a body breaks off in a broken chunk."""
 _VALUES = 200_000
@@ -28,20 +32,32 @@ _VALUES_A_TOKEN = 2
 so many does not fit, and a body that is made of them holds the gateway up while it is parsed."""
 
 
+def body_encodings(request: web.Request) -> tuple[str, ...]:
+    """How the body is packed, the first encoding first; empty for a plain one."""
+    listed = ",".join(request.headers.getall("Content-Encoding", []))
+    encodings = tuple(name for part in listed.split(",") if (name := part.strip().lower()) not in ("", "identity"))
+    if len(encodings) > _ENCODINGS:
+        raise bad_request(f"Content-Encoding: {len(encodings)} encodings are not allowed; at most {_ENCODINGS}")
+    return encodings
+
+
 async def read_body(request: web.Request, most_bytes: int) -> bytes:
-    """The body, unpacked."""
+    """The body as it was sent."""
     try:
         async with asyncio.timeout(READ_S):
-            data = await request.read()
+            return await request.read()
     except TimeoutError as error:
         raise bad_request(f"the body did not arrive whole in {READ_S:g} s") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(most_bytes) from error
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise bad_request(f"the body cannot be read: {_line(error)}") from error
-    for encoding in reversed(request.headers.getall("Content-Encoding", [])):
-        for name in reversed(encoding.split(",")):
-            data = _unpacked(data, name.strip().lower(), most_bytes)
+
+
+def unpacked(data: bytes, encodings: Sequence[str], most_bytes: int) -> bytes:
+    """The body without its encodings."""
+    for encoding in reversed(encodings):
+        data = _unpacked(data, encoding, most_bytes)
     return data
 
 
@@ -50,19 +66,18 @@ def json_body(data: bytes, context_tokens: int) -> dict[str, Any]:
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > _VALUES + _VALUES_A_TOKEN * context_tokens:
         raise too_long(len(data) // 4, context_tokens)
     try:
-        body = json.loads(data, parse_constant=_no_constant)
+        body = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {_line(error)}") from error
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object")
-    _check_depth(body)
+    if is_deeper(body, _DEEPEST):
+        raise bad_request(f"the body is nested too deeply; at most {_DEEPEST} levels")
     return cast("dict[str, Any]", body)
 
 
 def _unpacked(data: bytes, encoding: str, most_bytes: int) -> bytes:
     """The body without one encoding. Never more than `most_bytes`, however well it was packed."""
-    if encoding in ("", "identity"):
-        return data
     window = _WINDOWS.get(encoding)
     if window is None:
         raise bad_request(f"Content-Encoding: {encoding[:40]!r} is not allowed; one of gzip, deflate, identity")
@@ -80,9 +95,10 @@ def _unpacked(data: bytes, encoding: str, most_bytes: int) -> bytes:
     return plain
 
 
-def _check_depth(body: object) -> None:
-    level: list[Any] = [body]
-    for _ in range(_DEEPEST):
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether a value of JSON has more levels than that."""
+    level: list[Any] = [value]
+    for _ in range(levels):
         inner: list[Any] = []
         for value in level:
             if isinstance(value, dict):
@@ -90,13 +106,20 @@ def _check_depth(body: object) -> None:
             elif isinstance(value, list):
                 inner += cast("list[Any]", value)
         if not inner:
-            return
+            return False
         level = inner
-    raise bad_request(f"the body is nested too deeply; at most {_DEEPEST} levels")
+    return True
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no value of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _too_large(most_bytes: int) -> Fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 from gyre.errors import GyreError
@@ -23,6 +24,10 @@ class FaultKind(StrEnum):
     """No engine could answer in time: ours, and counted as an interrupted call."""
 
 
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\]|\.\w+)*): ")
+"""A field of the body, as a message begins with it."""
+
+
 class Fault(GyreError):
     """A request that gets no answer. `prompt_tokens` and `context_tokens` are set for `TOO_LONG`."""
 
@@ -31,6 +36,12 @@ class Fault(GyreError):
         self.kind = kind
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
+
+    @property
+    def field(self) -> str:
+        """The field of the body that is to blame, as the message names it, or empty."""
+        named = _FIELD.match(str(self)) if self.kind is FaultKind.BAD_REQUEST else None
+        return named[1] if named is not None else ""
 
 
 def bad_request(message: str) -> Fault:

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -22,7 +22,7 @@ from aiohttp import web
 from gyre.errors import BadInput
 from gyre.harness.wire import Hold
 from gyre.proxy.aside import LARGE_BYTES, Aside
-from gyre.proxy.bodies import json_body, read_body
+from gyre.proxy.bodies import body_encodings, json_body, read_body, unpacked
 from gyre.proxy.connections import Connections, raise_file_limit, while_answering
 from gyre.proxy.conversation import Conversation, Reply, ToolForm, request_digest
 from gyre.proxy.dialects.dialect import Dialect
@@ -171,13 +171,16 @@ class Front:
         self, request: web.Request, live: LiveRun, dialect: Dialect, parse: _Parse
     ) -> tuple[LiveRun, _Read]:
         """What the request says, and its run as it is by then."""
-        small = request.content_length is not None and request.content_length < LARGE_BYTES
+        encodings = body_encodings(request)
+        small = not encodings and request.content_length is not None and request.content_length < LARGE_BYTES
         async with nullcontext() if small else self._large.setdefault(live, asyncio.Semaphore(_LARGE_AT_ONCE)):
             data = await read_body(request, self._request_bytes)
-            read = await self._aside.run(len(data), lambda: self._understood(data, dialect, parse))
+            size_bytes = LARGE_BYTES if encodings else len(data)  # how much is packed, nobody knows yet
+            read = await self._aside.run(size_bytes, lambda: self._understood(data, encodings, dialect, parse))
         return self._door.admit(request.match_info["run"], request.match_info["key"]), read
 
-    def _understood(self, data: bytes, dialect: Dialect, parse: _Parse) -> _Read:
+    def _understood(self, data: bytes, encodings: Sequence[str], dialect: Dialect, parse: _Parse) -> _Read:
+        data = unpacked(data, encodings, self._request_bytes)
         body = json_body(data, self._context_tokens)
         conversation = parse(body)
         if len(data) > _LETTERS_A_TOKEN * self._context_tokens:

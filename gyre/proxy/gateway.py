@@ -39,7 +39,7 @@ from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.front import Front
 from gyre.proxy.journal_writer import JournalWriter, read_journal
-from gyre.proxy.journals import closed_folder, open_folder
+from gyre.proxy.journals import closed_folder, open_folder, open_journals
 from gyre.proxy.live_run import Limits, LiveRun
 from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
@@ -309,9 +309,15 @@ class Gateway:
 
     def _restore(self) -> None:
         """Open again what the journals say was open."""
-        for folder in sorted(self._open_dir.glob("*/*"), key=lambda path: (path.parent.name, int(path.name))):
-            run, attempt = RunId(folder.parent.name), int(folder.name)
-            records = read_journal(folder)
+        places = open_journals(self.config.journal_dir)
+        for other in sorted(set(self._open_dir.glob("*/*")) - {place.folder for place in places}):
+            _log.warning("%r is no attempt's journal, and is passed over", str(other))
+        for run, attempt, folder in ((place.run, place.attempt, place.folder) for place in places):
+            try:
+                records = read_journal(folder)
+            except OSError as error:
+                _log.warning("the journal of run %s, attempt %d, cannot be read: %s", run, attempt, error)
+                continue
             first = records[0] if records else None
             over = (bool(records) and isinstance(records[-1], RunClosed)) or self._closed.read(run, attempt) is not None
             if over or not isinstance(first, RunOpened):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from gyre.errors import BadInput
 from gyre.ids import RunId
 
 _SUFFIX = ".journal"
+_ATTEMPT = re.compile(r"0|[1-9][0-9]{0,17}")
+"""As it is written in a folder's name; a folder of any other name is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def segments(folder: Path) -> list[Path]:
 
 def journals(root: Path) -> list[JournalPlace]:
     """Every journal under `root`, by run and attempt. A run that closes meanwhile is found once, or in both places."""
-    places = {(place.run, place.attempt): place for place in (*_closed(root), *_open(root))}
+    places = {(place.run, place.attempt): place for place in (*_closed(root), *open_journals(root))}
     return [places[key] for key in sorted(places)]
 
 
@@ -56,14 +59,18 @@ def find_journal(root: Path, run: str, attempt: int | None) -> JournalPlace:
     return found[-1]
 
 
-def _open(root: Path) -> Iterator[JournalPlace]:
-    for folder in (root / "open").glob("*/*"):
-        if folder.name.isdecimal():
-            yield JournalPlace(RunId(folder.parent.name), int(folder.name), True, folder)
+def open_journals(root: Path) -> list[JournalPlace]:
+    """Those of the runs that are open, by run and attempt."""
+    places = [
+        JournalPlace(RunId(folder.parent.name), int(folder.name), True, folder)
+        for folder in (root / "open").glob("*/*")
+        if _ATTEMPT.fullmatch(folder.name)
+    ]
+    return sorted(places, key=lambda place: (place.run, place.attempt))
 
 
 def _closed(root: Path) -> Iterator[JournalPlace]:
     for folder in (root / "closed").iterdir() if (root / "closed").is_dir() else ():
         run, _, attempt = folder.name.rpartition(".")
-        if run and attempt.isdecimal():
+        if run and _ATTEMPT.fullmatch(attempt):
             yield JournalPlace(RunId(run), int(attempt), False, folder)

@@ -217,7 +217,7 @@ class LiveRun:
         async with self._turn:
             self._check_open()
             call = self.session.find(request.digest, request.headers)
-            if call is None or self.session.outgrown(call, request.conversation, self._limits.context_tokens):
+            if call is None or not self.session.serves(call, request.conversation, self._limits.context_tokens):
                 call, records = await self._aside.run(request.size_bytes, lambda: self._new_call(request))
                 self._append(records)
             return call

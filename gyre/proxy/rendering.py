@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from gyre.errors import BadInput
+from gyre.proxy.bodies import is_deeper
 from gyre.proxy.conversation import Message, Speaker, ToolCall
 from gyre.proxy.faults import bad_request
 
@@ -32,9 +34,13 @@ _FAMILY_OF_MODEL_TYPE = {
     "qwen3_5": "qwen3.5",
     "qwen3_vl": "qwen3-vl",
 }
+_DEEPEST_ARGUMENTS = 100
+"""Levels of a sampled call's arguments. They come back inside a body, which may itself be nested only so deep."""
 TAIL_TOKENS = 512
 """As much of a recorded prompt's end as a bridge looks at: its generation prompt, and some room."""
 
+_SEAM = "\udfff\ud800"
+"""Where a text is encoded in two pieces. No text has it: its halves are no characters, and in the wrong order."""
 _OFTEN_LETTERS = 32
 """Texts up to this length are kept encoded: what a template puts between messages comes again with each of them."""
 _ANY_USER: list[Any] = [{"role": "user", "content": "-"}]
@@ -79,7 +85,7 @@ class Rendering:
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """The whole prompt, history as the model's own template has it. Raises Fault(BAD_REQUEST) for what it cannot."""
         try:
-            return self._rendered(_plain(messages), tools, generation=True)
+            return self._rendered(self._plain(messages), tools, generation=True)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
 
@@ -108,7 +114,7 @@ class Rendering:
 
         They are the same whatever tools are offered: those stand at a prompt's beginning.
         """
-        whole = self._rendered([*_ANY_USER, *_plain([message])], (), generation=False)
+        whole = self._rendered([*_ANY_USER, *self._plain([message])], (), generation=False)
         if whole[: len(self._any_opening)] != self._any_opening:
             return None
         turn = whole[len(self._any_opening) :]
@@ -124,7 +130,9 @@ class Rendering:
     ) -> list[int] | None:
         known = prompt + output
         try:
-            bridged = self._renderer.bridge_to_next_turn(prompt, output, _plain(messages), tools=list(tools) or None)
+            bridged = self._renderer.bridge_to_next_turn(
+                prompt, output, self._plain(messages), tools=list(tools) or None
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise bad_request(f"messages: they cannot be rendered for this model ({error})") from error
         if bridged is None:
@@ -138,8 +146,22 @@ class Rendering:
         ids = self.assistant(turn)
         if not ids or ids[-1] not in self.stop_token_ids:
             return None
-        whole = self._rendered([*_ANY_USER, *_plain([turn])], (), generation=True)
+        whole = self._rendered([*_ANY_USER, *self._plain([turn])], (), generation=True)
         return whole[len(self._any_opening) + len(ids) :]
+
+    def _plain(self, messages: Sequence[Message]) -> list[Any]:
+        plain: list[Any] = []
+        for message in messages:
+            entry: dict[str, Any] = {"role": message.speaker.value, "content": message.text}
+            if message.reasoning:
+                entry["reasoning_content"] = message.reasoning
+            if message.tool_calls:
+                entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+            if message.speaker is Speaker.TOOL:
+                entry["content"] = self._tokenizer.seamed(message.text)
+                entry["tool_call_id"] = message.tool_call_id
+            plain.append(entry)
+        return plain
 
     # ------------------------------------------------------------------------------------------ ids to messages
 
@@ -157,7 +179,9 @@ class Rendering:
             if call.status == "ok" and isinstance(name, str) and name and arguments is not None:
                 calls.append((name, arguments))
             else:
-                text += f"<tool_call>\n{call.raw}\n</tool_call>"
+                text += f"<tool_call>\n{call.raw}".rstrip()
+                if call.status != "unclosed_block":
+                    text += "\n</tool_call>"
         reasoning = parsed.reasoning_content or ""
         return ParsedOutput(text, reasoning, tuple(calls), self._reasoning_tokens(output, reasoning))
 
@@ -173,32 +197,20 @@ class Rendering:
 
 
 def _arguments(value: Any) -> str | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+    """A call's arguments as JSON text, or None where they are none that every client can read and send back."""
+    try:
+        read = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(read, dict) or is_deeper(cast("object", read), _DEEPEST_ARGUMENTS):
             return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
-
-
-def _plain(messages: Sequence[Message]) -> list[Any]:
-    plain: list[Any] = []
-    for message in messages:
-        entry: dict[str, Any] = {"role": message.speaker.value, "content": message.text}
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-        if message.speaker is Speaker.TOOL:
-            entry["tool_call_id"] = message.tool_call_id
-        plain.append(entry)
-    return plain
+        return json.dumps(read, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # ValueError also where a number is none, or has no end
+        return None
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = call.arguments
     return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
 
@@ -269,6 +281,8 @@ class _Tokenizer:
             raise BadInput("model.path", str(model_dir), f"a readable tokenizer.json is needed ({error})") from error
         # What a harness or a tool says is text, also where it spells the tokens that begin and end a turn.
         self._tokenizer.encode_special_tokens = True
+        frames = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if not token.special]
+        self._frame = re.compile("|".join(map(re.escape, frames)) or "(?!)")
         self._often = lru_cache(maxsize=1024)(self._encoded)
         self.name_or_path = ""
         self.unk_token_id: int | None = self._tokenizer.token_to_id("<unk>")
@@ -284,9 +298,18 @@ class _Tokenizer:
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         return list(self._often(text) if len(text) <= _OFTEN_LETTERS else self._encoded(text))
 
+    def seamed(self, text: str) -> str:
+        """The text of a tool's result, in which nothing ends the frame that the template puts around it, nor opens one."""
+        return self._frame.sub(lambda found: found[0][:1] + _SEAM + found[0][1:], text)
+
     def _encoded(self, text: str) -> list[int]:
-        # A batch of one: `encode` would hold the interpreter for as long as it takes, and every run with it.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        pieces = text.split(_SEAM)
+        # A batch: `encode` would hold the interpreter for as long as it takes, and every run with it.
+        try:
+            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        except TypeError as error:
+            raise ValueError("a text has half of a surrogate pair, which is no character") from error
+        return encodings[0].ids if len(pieces) == 1 else [token for encoding in encodings for token in encoding.ids]
 
     def decode(self, token_ids: Sequence[int] | int, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

@@ -82,12 +82,19 @@ class Session:
         """The call that a request with this digest repeats: two sub-agents may ask the same, and mean two answers."""
         return self._by_digest.get(self._identity(body_digest, headers))
 
-    def outgrown(self, call: Call, conversation: Conversation, context_tokens: int) -> bool:
-        """Whether an equal request asks for more than `call` could say: the harness had it, cut at its limit."""
+    def serves(self, call: Call, conversation: Conversation, context_tokens: int) -> bool:
+        """Whether the call's answer is one to an equal request too: it is not longer than that allows, and not one that
+        the harness has had and asks for again because it was empty, or was cut where more is allowed now."""
         answer = call.answer
-        if answer is None or answer.finish is not Finish.LENGTH or not self.tree.delivered(call.id):
+        if answer is None:
+            return True
+        if conversation.max_tokens is not None and answer.output_tokens > conversation.max_tokens:
             return False
-        return self._limit(conversation, context_tokens - answer.prompt_tokens) > call.max_tokens
+        if not self.tree.delivered(call.id):
+            return True
+        if answer.finish is Finish.LENGTH:
+            return self._limit(conversation, context_tokens - answer.prompt_tokens) <= call.max_tokens
+        return bool(answer.text or answer.tool_calls)
 
     def begin(
         self,

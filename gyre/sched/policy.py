@@ -11,10 +11,14 @@ desired roles that differ. The rule has five terms (measured over several hundre
 
 and two of its own: the core is the first to train and the last to leave, and it is there when only the optimizer step
 is left. While runs are queued or live, at least one cell serves.
+
+A cell that a person pinned has its pin's role and no other; the rule decides about the rest. Where everything that works is
+pinned to training, nothing serves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
@@ -51,6 +55,8 @@ class CellView:
     """Runs or requests that it serves now."""
     busy: bool = False
     """A micro-step is in progress."""
+    pinned: Role | None = None
+    """The role that it must have, by a person's word; None: the rule decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +106,29 @@ class RolePlan:
 def decide(view: ClusterView, params: PolicyParams) -> RolePlan:
     """The role that every cell should have now. A cell that failed keeps the one it was ordered."""
     usable = [cell for cell in view.cells if cell.role is not Role.FAILED]
-    if any(cell.core for cell in usable):
+    core = next((cell for cell in usable if cell.core), None)
+    if core is not None and core.pinned is not Role.ROLLOUT:
         training = sum(cell.desired is Role.TRAIN for cell in usable)
         wanted, reason = _wanted(view, params, len(usable), training)
+    elif core is not None:
+        wanted, reason = 0, "the core cell is pinned to rollout, so no step can be taken"
     else:
         wanted, reason = 0, "the core cell is not there, so nothing can be trained"
-    trainers = {cell.cell for cell in sorted(usable, key=_preference)[:wanted]}
+    trainers = _trainers(view, usable, wanted)
     desired = {cell.cell: cell.desired for cell in view.cells}
     desired |= {cell.cell: Role.TRAIN if cell.cell in trainers else Role.ROLLOUT for cell in usable}
     return RolePlan(desired, reason)
+
+
+def _trainers(view: ClusterView, usable: Sequence[CellView], wanted: int) -> set[CellId]:
+    """Who trains when `wanted` cells should: those pinned to it, and as many of the free ones as are missing."""
+    pinned = {cell.cell for cell in usable if cell.pinned is Role.TRAIN}
+    free = sorted((cell for cell in usable if cell.pinned is None), key=_preference)
+    joining = max(0, wanted - len(pinned))
+    if wanted and free and free[0].core:
+        joining = max(1, joining)  # nothing that the pinned ones train is of use without the core's step
+    serving = 1 if view.water_level > 0 else 0
+    return pinned | {cell.cell for cell in free[: max(0, min(joining, len(usable) - len(pinned) - serving))]}
 
 
 def _wanted(view: ClusterView, params: PolicyParams, cells: int, training: int) -> tuple[int, str]:
@@ -166,7 +186,7 @@ def _useful(view: ClusterView, params: PolicyParams) -> int:
     worth_s = params.min_work_switches * view.switch_s
     if not view.train_tokens_s or not worth_s:
         return 1
-    return max(1, min(view.ready_runs, ceil(view.ready_tokens / view.train_tokens_s / worth_s)))
+    return max(1, ceil(min(view.ready_runs, view.ready_tokens / view.train_tokens_s / worth_s)))
 
 
 def _preference(cell: CellView) -> tuple[object, ...]:

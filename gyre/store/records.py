@@ -98,6 +98,15 @@ class CellRoleRecord:
         return self.rested == self.epoch and self.observed not in (self.desired, Role.FAILED)
 
 
+@record("pin")
+@dataclass(frozen=True)
+class PinRecord:
+    """A person's word that a cell keeps one role, `rollout` or `train`, whatever the policy would do."""
+
+    cell: CellId
+    role: Role
+
+
 @record("snapshot")
 @dataclass(frozen=True)
 class SnapshotRecord:
@@ -240,6 +249,9 @@ class Keys:
 
     def cell_role(self, cell: CellId) -> str:
         return f"{self.root}cells/{cell}/role"
+
+    def pin(self, cell: CellId) -> str:
+        return f"{self.root}pins/{cell}"
 
     def step(self, step: int) -> str:
         return f"{self.root}steps/{step:08d}"

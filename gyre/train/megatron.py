@@ -187,9 +187,9 @@ class AdamW:
         self._inner.state.clear()
 
     def moments(self) -> dict[str, Tensor]:
-        """All state by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`."""
+        """A copy of all state by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`."""
         return {
-            f"{key}.{name}": torch.as_tensor(value).cpu()
+            f"{key}.{name}": torch.as_tensor(value).to("cpu", copy=True)
             for name, shard in self._shards.items()
             for key, value in self._inner.state.get(shard, {}).items()
         }

@@ -12,29 +12,34 @@ after the ledger accepted it; only those are stepped on.
 
 from __future__ import annotations
 
-import errno
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gyre.actors.messages import MicroStep, MicroStepDone, OptimizerStep, StageSums, StepDone, SumsShipped
-from gyre.config import LossSection, OptimizerSection
+from gyre.config import CheckpointSection, LossSection, OptimizerSection
 from gyre.errors import GyreError, Refused
 from gyre.ids import MicroStepId
 from gyre.loss.objectives import token_losses
 from gyre.loss.weights import batch_weight
-from gyre.train import snapshot
+from gyre.train import checkpoint, snapshot
+from gyre.train.checkpoint_writer import CheckpointWriter
 from gyre.train.maps import read_hf_weights, to_hf, to_megatron
 from gyre.train.megatron import AdamW, MegatronModel, start_groups
 from gyre.train.padding import Rows, padded_rows
 from gyre.train.shape import read_shape
+from gyre.train.tensor_file import save_tensors
 from gyre.trajectory.records import Lineage
+
+log = logging.getLogger("gyre.train.replica")
+
+SETTLE_S = 600.0
+"""For a checkpoint that is being written when its like is to be read."""
 
 
 class NotFinite(GyreError):
@@ -45,6 +50,7 @@ class NotFinite(GyreError):
 class ReplicaConfig:
     loss: LossSection = field(default_factory=LossSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     temperature: float = 1.0
     """That of sampling: log-probs are taken of the distribution sampled from. 0 (greedy) is read as 1."""
     micro_batch_tokens: int = 4096
@@ -59,17 +65,28 @@ class _Staged:
 
 
 class Replica:
-    """The replica of the model in `model_dir`. Parameters come with `load`."""
+    """The replica of the model in `model_dir`. Parameters come with `load`.
 
-    def __init__(self, model_dir: Path, config: ReplicaConfig) -> None:
+    After each step it checkpoints itself in `checkpoints_dir`, beside what it does next.
+    """
+
+    def __init__(self, model_dir: Path, config: ReplicaConfig, checkpoints_dir: Path) -> None:
         torch.set_num_threads(config.threads)
         start_groups()
         self._config = config
+        self._model_dir = model_dir
+        self._checkpoints_dir = checkpoints_dir
+        self._checkpoints = CheckpointWriter(checkpoints_dir, config.checkpoint)
         self._model = MegatronModel(read_shape(model_dir))
         self._optimizer = AdamW(self._model, config.optimizer)
         self._moments_version = -1
+        self._moments_behind = 0
+        """Steps that the moments know nothing of: 0, but after a replica's death before its checkpoint was whole."""
         self._model.free()
         self._folder = Path()
+        """Of the snapshot held, which its next has the tokenizer of."""
+        self._snapshots_dir = Path()
+        self._digest = ""
         self._version = -1
         self._in_memory = False
         self._own: list[MicroStepId] = []
@@ -100,19 +117,30 @@ class Replica:
         Own sums are dropped. What was staged or merged is kept when the version is the same: the core may have left
         training in the middle of a batch and come back to it.
         """
-        manifest = snapshot.verify(path)
-        if manifest.version != version:
-            raise Refused(f"the snapshot at {path.name} is version {manifest.version}, asked for was {version}")
+        folder = path
+        try:
+            manifest = snapshot.verify(path)
+        except snapshot.SnapshotTorn as torn:
+            manifest, weights = self._from_checkpoint(path, version, torn)
+            folder = self._model_dir
+        else:
+            if manifest.version != version:
+                raise Refused(f"the snapshot at {path.name} is version {manifest.version}, asked for was {version}")
+            weights = read_hf_weights(path)
         if version != self._version:
             self.drop()
         self._version, self._in_memory = -1, False
-        self._model.load(to_megatron(read_hf_weights(path), self._model.shape))
+        self._model.load(to_megatron(weights, self._model.shape))
         self.zero_sums()
-        self._folder, self._version, self._in_memory = path, version, True
+        self._folder, self._snapshots_dir, self._digest = folder, path.parent, manifest.digest
+        self._version, self._in_memory = version, True
         return self.layout_hash
 
     def offload(self) -> None:
-        """Give the memory of parameters, own sums and moments back. Staged and merged sums stay."""
+        """Give the memory of parameters, own sums and moments back. Staged and merged sums stay.
+
+        A state that is not on disk yet stays too, in the host's memory.
+        """
         self._own.clear()
         self._model.free()
         self._in_memory = False
@@ -230,16 +258,31 @@ class Replica:
         folder = self._folder
         self._version = self._moments_version = -1
         norm = self._update(order)
+        weights = self._hf_weights()
 
         def fill(target: Path) -> None:
             snapshot.copy_surroundings(folder, target)
-            _save(self._hf_weights(), target / snapshot.MODEL)
-            _save(self._optimizer.moments(), target / snapshot.OPTIMIZER)
+            save_tensors(weights, target / snapshot.MODEL)
 
-        digest = snapshot.write_snapshot(Path(order.path), order.version, fill)
-        self._folder, self._version, self._moments_version = Path(order.path), order.version, order.version
+        path = Path(order.path)
+        digest = snapshot.write_snapshot(path, order.version, fill)
+        state = checkpoint.Checkpoint(order.version, digest, self.layout_hash, weights, self._optimizer.moments())
+        checkpointed = self._checkpoints.metrics()
+        self._checkpoints.offer(state)
+        self._folder, self._snapshots_dir, self._digest = path, path.parent, digest
+        self._version = self._moments_version = order.version
         self.drop()
-        return StepDone(order.version, digest, {"grad_norm": norm, "lr": order.lr, "micro_steps": float(micro_steps)})
+        metrics = {
+            "grad_norm": norm,
+            "lr": order.lr,
+            "micro_steps": float(micro_steps),
+            "moments_behind": float(self._moments_behind),
+        }
+        return StepDone(order.version, digest, metrics | checkpointed)
+
+    def settle_checkpoints(self, within_s: float) -> bool:
+        """Wait until no checkpoint is being written or waits; False when that takes longer."""
+        return self._checkpoints.settle(within_s)
 
     # ------------------------------------------------------------------------------------------ private
 
@@ -269,23 +312,60 @@ class Replica:
         return self._optimizer.step(order.lr)
 
     def _take_moments(self) -> None:
-        """Have the optimizer's moments of the version held: from memory, from its snapshot, or none at version 0.
+        """Have the optimizer's moments of the version held: from memory, or from the newest checkpoint that fits.
 
         Only the core steps, so only the core ever has them; any replica can.
         """
         if self._moments_version == self._version:
+            self._moments_behind = 0
             return
-        path = self._folder / snapshot.OPTIMIZER
-        if path.is_file():
-            try:
-                self._optimizer.take(load_file(path))
-            except (KeyError, SafetensorError) as error:
-                raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} cannot be used ({error})") from error
-        elif self._version == 0:
+        held = self._checkpoints.held(self._version, self._digest)
+        if held is not None:
+            self._optimizer.take(held.moments)
+            self._moments_version, self._moments_behind = self._version, 0
+            return
+        self._checkpoints.settle(SETTLE_S)
+        found = checkpoint.newest_fitting(
+            self._checkpoints_dir, self._version, self.layout_hash, self._published_digest
+        )
+        if found is None:
             self._optimizer.clear()
+            had = 0
         else:
-            raise snapshot.SnapshotTorn(f"{self._folder.name}: {path.name} is missing")
-        self._moments_version = self._version
+            index, path = found
+            self._optimizer.take(checkpoint.read_moments(path))
+            had = index.version
+        self._moments_version, self._moments_behind = self._version, self._version - had
+        if self._moments_behind:
+            log.warning(
+                "there is no checkpoint of version %d: weights are the snapshot's, the optimizer's state is %s and "
+                "lacks %d steps",
+                self._version,
+                f"that of checkpoint {had}" if found else "begun anew",
+                self._moments_behind,
+            )
+
+    def _published_digest(self, version: int) -> str:
+        if version == self._version:
+            return self._digest
+        try:
+            return snapshot.read_manifest(snapshot.snapshot_path(self._snapshots_dir, version)).digest
+        except snapshot.SnapshotTorn:
+            return ""
+
+    def _from_checkpoint(
+        self, path: Path, version: int, torn: snapshot.SnapshotTorn
+    ) -> tuple[snapshot.Manifest, dict[str, Tensor]]:
+        """The weights of a torn snapshot, from the checkpoint that belongs to it. Raises `torn` when there is none."""
+        whole = checkpoint.checkpoint_path(self._checkpoints_dir, version)
+        try:
+            manifest, index = snapshot.read_manifest(path), checkpoint.verify(whole)
+        except (snapshot.SnapshotTorn, checkpoint.CheckpointTorn):
+            raise torn from None
+        if checkpoint.why_unfit(index, version, self.layout_hash, manifest.digest) or manifest.version != version:
+            raise torn
+        log.warning("snapshot %s; its weights are taken from checkpoint %s", torn, whole.name)
+        return manifest, checkpoint.read_weights(whole)
 
     def _hf_weights(self) -> dict[str, Tensor]:
         named = {name: parameter.detach().cpu() for name, parameter in self._model.named.items()}
@@ -311,11 +391,3 @@ class Replica:
         twice = self._merged.intersection(micro_steps)
         if twice:
             raise Refused(f"{min(twice)} is in the batch's sums already")
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        full = f"os error {errno.ENOSPC})" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, f"{path.name} could not be written ({error})") from error

@@ -1,19 +1,16 @@
 """Snapshots on disk: one folder a version, written whole or not at all.
 
     v00000007/  model.safetensors, config.json, tokenizer files   what an engine loads
-                optimizer.safetensors                             what the core goes on from (version 0 has none)
                 manifest.json                                     every file with its size and checksum
 
 The replica writes them through `write_snapshot`, gyred and the engines read them; no torch is needed to do either.
-A folder under its final name is complete: files are written and synced under another name, the manifest last, and the
-folder is renamed. The digest of the manifest names the content; it is what the state store publishes.
+A folder under its final name is complete (gyre.train.whole_folder). The digest of the manifest names the content; it is
+what the state store publishes. The optimizer's state is no part of it: gyre.train.checkpoint.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -23,28 +20,19 @@ from typing import Any, cast
 
 import xxhash
 
-from gyre.errors import BadInput, GyreError, StorageFull
+from gyre.errors import BadInput, GyreError
+from gyre.train.whole_folder import FileEntry, first_fault, list_entries, remove_whole, write_whole
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 
 _FORMAT = 1
 _NAME = re.compile(r"v(\d{8,})")
-_UNFINISHED = ".unfinished-"
-_CHUNK_BYTES = 4 * 1024 * 1024
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 
 class SnapshotTorn(GyreError):
     """A snapshot folder that is not what its manifest says: cut short, changed, or not a snapshot at all."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    name: str
-    size_bytes: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -103,29 +91,17 @@ def write_snapshot(path: Path, version: int, fill: Callable[[Path], None]) -> st
     A folder already at `path` was written by a step that was never published; it is replaced. Raises StorageFull when
     the disk is, and leaves nothing behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.parent / f"{_UNFINISHED}{path.name}-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        fill(unfinished)
-        manifest = Manifest(version, tuple(_entry(file) for file in sorted(unfinished.iterdir())))
-        (unfinished / MANIFEST).write_bytes(manifest.to_bytes())
-        for file in unfinished.iterdir():
-            _sync(file)
-        _sync(unfinished)
-        if path.exists():
-            os.rename(path, path.parent / f"{_UNFINISHED}{path.name}-{os.getpid()}-old")
-        os.rename(unfinished, path)
-        _sync(path.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"snapshot {path.name} could not be written: {error.strerror}") from error
-        raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(path.parent / f"{unfinished.name}-old", ignore_errors=True)
-    return manifest.digest
+    digest = ""
+
+    def fill_and_list(folder: Path) -> None:
+        nonlocal digest
+        fill(folder)
+        manifest = Manifest(version, list_entries(folder))
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        digest = manifest.digest
+
+    write_whole(path, fill_and_list)
+    return digest
 
 
 def copy_surroundings(source: Path, target: Path) -> None:
@@ -162,14 +138,9 @@ def verify(path: Path, digest: str = "") -> Manifest:
     found = digest_of((path / MANIFEST).read_bytes())
     if digest and found != digest:
         raise SnapshotTorn(f"{path.name}: {MANIFEST} has digest {found}, published was {digest}")
-    for entry in manifest.files:
-        file = path / entry.name
-        size_bytes = file.stat().st_size if file.is_file() else -1
-        if size_bytes != entry.size_bytes:
-            what = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
-            raise SnapshotTorn(f"{path.name}: {entry.name} {what}, {entry.size_bytes} bytes are expected")
-        if _checksum(file) != entry.xxh3_128:
-            raise SnapshotTorn(f"{path.name}: {entry.name} does not match its checksum")
+    fault = first_fault(path, manifest.files)
+    if fault:
+        raise SnapshotTorn(f"{path.name}: {fault}")
     return manifest
 
 
@@ -200,39 +171,6 @@ def keep_newest(snapshots_dir: Path, count: int, pinned: Collection[int] = ()) -
     deleted: list[int] = []
     for version, path in list_snapshots(snapshots_dir)[:-count]:
         if version not in pinned:
-            # renamed first, so that a deletion cut short never leaves half a snapshot under a whole one's name
-            doomed = snapshots_dir / f"{_UNFINISHED}{path.name}-deleted"
-            shutil.rmtree(doomed, ignore_errors=True)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            remove_whole(path)
             deleted.append(version)
     return tuple(deleted)
-
-
-def clear_unfinished(snapshots_dir: Path) -> None:
-    """Delete what killed writers and deletions left. Only for when no writer is alive: at the start of a job."""
-    for path in snapshots_dir.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-# ---------------------------------------------------------------------------------------------------- private
-
-
-def _entry(file: Path) -> FileEntry:
-    return FileEntry(file.name, file.stat().st_size, _checksum(file))
-
-
-def _checksum(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,10 +14,15 @@ from .etcd_server import EtcdCluster
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that nobody answers are given up soon, and a silent watch has its endpoint checked soon."""
-    monkeypatch.setattr("gyre.store.etcd.client.PATIENCE_S", 2.5)
+def wary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent watch has its endpoint checked soon."""
     monkeypatch.setattr("gyre.store.etcd.watch.SILENT_S", 0.5)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, wary: None) -> None:
+    """Calls that nobody answers are given up soon, too."""
+    monkeypatch.setattr("gyre.store.etcd.client.PATIENCE_S", 2.5)
 
 
 @pytest_asyncio.fixture

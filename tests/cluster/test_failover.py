@@ -71,7 +71,7 @@ async def test_every_write_is_carried_out_once_and_told_once_while_a_member_is_a
     assert (kv.value, kv.version, kv.mod_revision) == (str(WRITES - 1).encode(), WRITES, revisions[-1])
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("wary")
 async def test_a_silent_watch_leaves_a_frozen_endpoint(etcd_cluster: EtcdCluster, store: EtcdStore) -> None:
     async with aclosing(store.watch("/p/")) as events:
         first = asyncio.ensure_future(anext(events))
@@ -130,7 +130,7 @@ async def test_a_write_that_was_given_up_can_not_come_later(etcd_cluster: EtcdCl
     assert (kv.value, kv.mod_revision) == (b"new", new.revision)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("wary")
 async def test_a_watch_that_missed_what_was_compacted_says_so(
     etcd_cluster: EtcdCluster, store: EtcdStore, keeper: EtcdStore
 ) -> None:

@@ -40,6 +40,7 @@ async def test_ctrl_c_ends_all_and_resume_goes_on_from_the_last_snapshot(job: Jo
     assert await job.ended() == 0
     books = await job.books()
     assert books.steps[: len(first)] == first, "no step is taken twice"
+    assert [step.metrics["moments_behind"] for step in books.steps] == [0.0, 0.0], "nor is one forgotten by AdamW"
     interrupted = [run.run for run in books.runs if run.attempt > 1]
     await job.check_books(2, hurt=interrupted)
 

@@ -72,6 +72,13 @@ ANTHROPIC_FAULTS = [
         "messages.0.content.0.tool_use_id: this field is required",
     ),
     ({**ANTHROPIC, "tools": [{"name": "x"}]}, "tools.0.input_schema: this field is required"),
+    *(
+        (
+            {**ANTHROPIC, "tools": [{"type": "web_search_20250305", "name": "search"}, {"type": kind, "name": "x"}]},
+            f"tools.1.type: {kind!r} is not supported; offer it as a tool with an input_schema",
+        )
+        for kind in ("bash_20250124", "computer_20250124", "text_editor_20250728", "memory_20250818")
+    ),
 ]
 
 
@@ -81,6 +88,8 @@ async def test_a_body_of_a_wrong_shape_is_named_in_openais_form(proxy: Proxy) ->
         assert status == 400, body
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"]["message"].startswith(message), answer
+        named = message.partition(": ")
+        assert answer["error"]["param"] == (named[0] if named[1] else None)
     assert (await proxy.close("r")).tree_tokens == 0
     assert not proxy.engines["a"].requests
 
@@ -101,10 +110,40 @@ async def test_a_body_that_is_not_json_is_a_bad_request_in_either_form(proxy: Pr
             assert (await response.json())["error"]["type"] == kind
 
 
+LONG_WORD = "x" * 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", with_message(OPENAI, role=LONG_WORD, content="x")),
+        ("chat/completions", with_message(OPENAI, role="user", content=[{"type": LONG_WORD}])),
+        ("chat/completions", {**OPENAI, "tools": [{"type": LONG_WORD}]}),
+        ("chat/completions", {**OPENAI, "tool_choice": LONG_WORD}),
+        ("messages", with_message(ANTHROPIC, role=LONG_WORD, content="x")),
+        ("messages", with_message(ANTHROPIC, role="user", content=[{"type": LONG_WORD}])),
+        ("messages", with_message(ANTHROPIC, role="assistant", content=[{"type": LONG_WORD}])),
+        ("messages", {**ANTHROPIC, "tools": [{"name": "x", "type": "bash_" + LONG_WORD}]}),
+        ("responses", {"model": "m", "input": [{"type": LONG_WORD}]}),
+        ("responses", {"model": "m", "input": [{"role": LONG_WORD, "content": "x"}]}),
+        ("responses", {"model": "m", "input": [{"role": "user", "content": [{"type": LONG_WORD}]}]}),
+    ],
+)
+async def test_a_fault_says_the_beginning_only_of_what_was_said(proxy: Proxy, path: str, body: dict[str, Any]) -> None:
+    status, answer = await proxy.post("r", path, body)
+    assert status == 400
+    assert " is not " in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 200
+
+
 async def test_text_that_no_tokenizer_can_take_is_a_bad_request(proxy: Proxy) -> None:
     data = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'
     async with proxy.http.post(f"{proxy.base('r')}/v1/chat/completions", data=data) as response:
         assert response.status == 400
+        message = (await response.json())["error"]["message"]
+    assert message == (
+        "messages: they cannot be rendered for this model (a text has half of a surrogate pair, which is no character)"
+    )
     assert (await proxy.chat("r", HELLO))["content"] == "hi"
 
 

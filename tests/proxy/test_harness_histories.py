@@ -60,7 +60,7 @@ class Run:
         digest = request_digest(self.dialect.name, body)
         conversation = self.dialect.parse(body)
         call = session.find(digest, headers)
-        if call is None or session.outgrown(call, conversation, 10**6):
+        if call is None or not session.serves(call, conversation, 10**6):
             call, _ = session.begin(conversation, body, digest, self.dialect, headers, 10**6, 0.0)
             tokens = array("i", [*TOKENIZER.encode(says, add_special_tokens=False).ids, END][:limit])
             count = len(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import resource
 import signal
@@ -68,8 +69,9 @@ class Gateway:
         status = Path(f"/proc/{self.process.process.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
 
-    async def post(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        async with self.process.http.post(f"{self.bad}/{path}", data=data) as response:
+    async def post(self, path: str, data: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.process.http.post(f"{self.bad}/{path}", data=data, headers=named) as response:
             return response.status, await response.json()
 
     def connect(self) -> socket.socket:
@@ -147,6 +149,13 @@ async def test_a_body_over_the_limit_is_too_large(gateway: Gateway, path: str) -
 
 async def test_many_large_bodies_at_once_wait_for_each_other(gateway: Gateway) -> None:
     many = [gateway.post("messages", said("messages", "hello wor " * (2 * MIB))) for _ in range(12)]
+    answers = await gateway.unhurt_while(asyncio.gather(*many))
+    assert {status for status, _ in answers} == {400}
+
+
+async def test_many_small_bodies_that_unpack_to_large_ones_wait_for_each_other(gateway: Gateway) -> None:
+    data = gzip.compress(said("messages", "a" * (60 * MIB)))
+    many = [gateway.post("messages", data, Content_Encoding="gzip") for _ in range(8)]
     answers = await gateway.unhurt_while(asyncio.gather(*many))
     assert {status for status, _ in answers} == {400}
 

@@ -88,9 +88,17 @@ async def test_a_bad_sampling_value_is_the_harnesss_fault_and_interrupts_nothing
     assert (trace.calls, trace.interrupted_calls) == (0, 0)
 
 
-async def test_a_number_too_large_for_a_float_is_out_of_range(proxy: Proxy) -> None:
-    data = b'{"model": "m", "temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}'
-    assert (await post_raw(proxy, "chat/completions", data))[0] == 400
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400 + ".0"])
+async def test_a_number_too_large_for_a_float_is_refused_wherever_it_stands(
+    proxy: Proxy, path: str, number: str
+) -> None:
+    for field in ('"temperature": N', '"tools": [{"x": {"maximum": N}}]', '"metadata": {"x": [N]}'):
+        data = json.dumps(BODIES[path]).encode()[:-1] + f", {field.replace('N', number)}}}".encode()
+        status, answer = await post_raw(proxy, path, data)
+        assert status == 400
+        assert_form(path, answer)
+        assert answer["error"]["message"] == f"the body is not JSON: {number[:40]} is too large a number"
 
 
 async def test_sampling_values_at_the_edge_are_taken(proxy: Proxy) -> None:
@@ -146,6 +154,16 @@ async def test_a_body_that_is_not_packed_as_it_says_is_a_bad_request(proxy: Prox
         assert status == 400, (encoding, data)
         assert_form(path, answer)
     assert (await proxy.chat("r", HELLO))["content"] == "0123456789"
+
+
+async def test_a_body_is_packed_twice_at_most(proxy: Proxy) -> None:
+    for names in ("gzip, gzip", "identity, gzip, , gzip"):
+        data = gzip.compress(packed(OPENAI, "gzip"))
+        assert (await post_raw(proxy, "chat/completions", data, Content_Encoding=names))[0] == 200
+    data = gzip.compress(gzip.compress(packed(OPENAI, "gzip")))
+    status, answer = await post_raw(proxy, "chat/completions", data, Content_Encoding="gzip, gzip, gzip")
+    assert status == 400
+    assert answer["error"]["message"] == "Content-Encoding: 3 encodings are not allowed; at most 2"
 
 
 async def test_a_small_body_that_unpacks_to_a_large_one_is_too_large(proxy: Proxy) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from typing import Any
 
 import pytest
 
+from gyre.proxy import front
 from gyre.proxy.aside import LARGE_BYTES
 from gyre.proxy.journal_writer import read_journal
 from gyre.proxy.session import Session
@@ -105,3 +107,38 @@ async def test_a_prompt_that_cannot_fit_is_not_rendered(proxy: Proxy, monkeypatc
     assert not gate.reached
     assert len(json.dumps(answer)) < 1000
     assert (await proxy.post("r", "messages/count_tokens", {"model": "m", "messages": SMALL}))[1]["input_tokens"] > 0
+
+
+async def test_packed_bodies_are_read_two_at_a_time_and_unpacked_aside(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, unpack = front.read_body, front.unpacked
+    opened = threading.Event()
+    bodies = 0
+
+    async def counted(*args: Any) -> bytes:
+        nonlocal bodies
+        bodies += 1
+        return await read(*args)
+
+    def held(*args: Any) -> bytes:
+        assert threading.current_thread() is not threading.main_thread()
+        assert opened.wait(30)
+        return unpack(*args)
+
+    monkeypatch.setattr(front, "read_body", counted)
+    monkeypatch.setattr(front, "unpacked", held)
+    data = gzip.compress(json.dumps({"model": "m", "messages": SMALL}).encode())
+
+    async def asked() -> int:
+        url = f"{proxy.base('r')}/v1/chat/completions"
+        async with proxy.http.post(url, data=data, headers={"Content-Encoding": "gzip"}) as response:
+            return response.status
+
+    asking = [asyncio.create_task(asked()) for _ in range(6)]
+    await until(lambda: bodies == 2)
+    await asyncio.sleep(0.3)
+    assert bodies == 2
+    opened.set()
+    assert set(await asyncio.gather(*asking)) == {200}
+    assert bodies == 6

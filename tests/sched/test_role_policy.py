@@ -254,6 +254,59 @@ def test_a_plan_that_is_followed_stands_as_long_as_nothing_happens(view: Cluster
     assert decide(obeyed(view, plan), params).desired == plan.desired
 
 
+# ---------------------------------------------------------------------------------------------- pins
+
+
+@st.composite
+def pinned_views(draw: st.DrawFn) -> ClusterView:
+    view = draw(views())
+    pins = st.sampled_from([None, Role.ROLLOUT, Role.TRAIN])
+    return replace(view, cells=tuple(replace(cell, pinned=draw(pins)) for cell in view.cells))
+
+
+def test_a_pin_is_kept_against_the_rule_and_the_rule_decides_about_the_rest() -> None:
+    three = cells(3)
+    view = replace(VIEW, cells=(*three[:2], replace(three[2], pinned=Role.TRAIN)), queued=50, live=8)
+    assert trainers(decide(view, PARAMS)) == {CellId("c2")}
+    view = replace(VIEW, cells=(*three[:2], replace(three[2], pinned=Role.ROLLOUT)), ready_runs=64, ready_tokens=10_000)
+    assert trainers(decide(replace(view, train_tokens_s=1000.0, switch_s=0.5), PARAMS)) == {CORE, CellId("c1")}
+
+
+def test_the_core_trains_beside_a_cell_that_is_pinned_to_training_but_not_as_the_last_one_that_serves() -> None:
+    two = cells(2)
+    view = replace(VIEW, cells=(two[0], replace(two[1], pinned=Role.TRAIN)), batch_complete=True, step_waits=True)
+    assert trainers(decide(view, PARAMS)) == {CORE, CellId("c1")}
+    assert trainers(decide(replace(view, live=3), PARAMS)) == {CellId("c1")}
+
+
+def test_nothing_joins_a_training_whose_core_is_pinned_to_rollout() -> None:
+    three = cells(3)
+    view = ready(replace(VIEW, cells=(replace(three[0], pinned=Role.ROLLOUT), *three[1:])), 64)
+    plan = decide(view, PARAMS)
+    assert trainers(plan) == set()
+    assert "the core cell is pinned to rollout" in plan.reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(pinned_views(), PARAMETERS)
+def test_whatever_the_view_pins_are_kept_and_while_runs_wait_or_live_a_cell_serves_where_the_pins_let_one(
+    view: ClusterView, params: PolicyParams
+) -> None:
+    plan = decide(view, params)
+    usable = [cell for cell in view.cells if cell.role is not Role.FAILED]
+    for cell in view.cells:
+        if cell not in usable:
+            assert plan.desired[cell.cell] is cell.desired
+        elif cell.pinned is not None:
+            assert plan.desired[cell.cell] is cell.pinned
+    if view.water_level and any(cell.pinned is not Role.TRAIN for cell in usable):
+        assert any(plan.desired[cell.cell] is Role.ROLLOUT for cell in usable)
+    core = view.cells[0]
+    if view.step_waits and not view.water_level and core in usable and core.pinned is not Role.ROLLOUT:
+        assert plan.desired[CORE] is Role.TRAIN
+    assert decide(obeyed(view, plan), params).desired == plan.desired
+
+
 # ---------------------------------------------------------------------------------------------- a whole job
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.errors import Unavailable
+from gyre.errors import StorageFull, Unavailable
 from gyre.store.etcd.address import EtcdAddress
 from gyre.store.etcd.api import Message, Method, message_class
 from gyre.store.etcd.client import Answered, Unanswered
@@ -216,3 +216,32 @@ async def test_a_transaction_that_deletes_nothing_writes_nothing() -> None:
     before = etcd.history.revision
     result = await receipts.commit(Txn(deletes=(Delete("/n"),)))
     assert (result.succeeded, result.revision, etcd.history.revision) == (True, before, before)
+
+
+class FullEtcd(UnreliableEtcd):
+    """Carries the first transaction out, is full after it, and the answer is lost."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.full = False
+
+    async def ask_once(self, of: Method, request: Message) -> Message:
+        if of.path.endswith("Range"):
+            return await self.ask(of, request)
+        if self.full:
+            raise StorageFull("NOSPACE")
+        self._apply(request)
+        self.full = True
+        raise Unanswered("nothing is heard")
+
+
+async def test_a_transaction_that_filled_etcd_and_was_not_answered_is_told_as_carried_out() -> None:
+    etcd = FullEtcd()
+    receipts = Receipts(etcd)  # type: ignore[arg-type]
+    done = await receipts.commit(Txn(puts=(Put("/k", b"v"),)))
+    kv = etcd.history.get("/k")
+    assert done.succeeded
+    assert kv is not None
+    assert kv.mod_revision == done.revision
+    with pytest.raises(StorageFull):
+        await receipts.commit(Txn(puts=(Put("/k", b"w"),)))

@@ -57,7 +57,7 @@ class Batch:
         return SettledRun(lineages[0].run, 1, reward, outcome, trace)
 
     def replica(self) -> Replica:
-        made = Replica(self.model_dir, CONFIG)
+        made = Replica(self.model_dir, CONFIG, self.first.parent / "checkpoints")
         made.load(self.first, 0)
         return made
 

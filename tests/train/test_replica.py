@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from gyre.actors.messages import LineageWork, MicroStep, OptimizerStep, StageSums, StepDone
-from gyre.config import LossSection, OptimizerSection
+from gyre.config import CheckpointSection, LossSection, OptimizerSection
 from gyre.errors import BadInput, GyreError, Refused
 from gyre.ids import MicroStepId
+from gyre.train.checkpoint import checkpoint_path, list_checkpoints
 from gyre.train.replica import NotFinite, Replica, ReplicaConfig
 from gyre.train.snapshot import SnapshotTorn, make_first_snapshot, snapshot_path, verify
+from gyre.train.whole_folder import remove_whole
 from gyre.trajectory.records import Lineage
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -35,6 +37,8 @@ LOSS = LossSection(kind="gspo", clip_low=10.0, clip_high=1e6)
 """With a clip that never binds, so that every token has a gradient."""
 CONFIG = ReplicaConfig(loss=LOSS, optimizer=OPTIMIZER, micro_batch_tokens=64)
 
+KEEP_THREE = dataclasses.replace(CONFIG, checkpoint=CheckpointSection(keep=3))
+
 
 class Job:
     """A tiny model, its snapshots, and one batch of lineages as one micro-step each."""
@@ -42,6 +46,7 @@ class Job:
     def __init__(self, model_dir: Path, snapshots_dir: Path, make_lineage: MakeLineage) -> None:
         self.model_dir = model_dir
         self.snapshots_dir = snapshots_dir
+        self.checkpoints_dir = snapshots_dir.parent / "checkpoints"
         self.first, _ = make_first_snapshot(model_dir, snapshots_dir)
         sizes = [("a", 0, 31, 9), ("a", 1, 12, 3), ("b", 0, 20, 6), ("c", 0, 90, 30), ("d", 0, 9, 1), ("e", 0, 25, 8)]
         run_tokens = {"a": 12, "b": 6, "c": 30, "d": 1, "e": 8}
@@ -51,8 +56,10 @@ class Job:
             LineageWork(made.run, 1, made.index, advantages[made.run], run_tokens[made.run]) for made in self.lineages
         ]
 
-    def replica(self, config: ReplicaConfig = CONFIG, path: Path | None = None, version: int = 0) -> Replica:
-        made = Replica(self.model_dir, config)
+    def replica(
+        self, config: ReplicaConfig = CONFIG, path: Path | None = None, version: int = 0, checkpoints: str = ""
+    ) -> Replica:
+        made = Replica(self.model_dir, config, self.checkpoints_dir / checkpoints)
         made.load(path or self.first, version)
         return made
 
@@ -93,6 +100,14 @@ def ship(source: Replica, target: Replica, transfer: str) -> None:
     target.stage(source.sums(transfer))
     source.zero_sums()
     target.merge(transfer)
+
+
+def change_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -210,14 +225,14 @@ def test_a_step_publishes_a_whole_snapshot_that_the_next_replica_loads(job: Job)
     path = snapshot_path(job.snapshots_dir, 1)
     assert verify(path, done.digest).version == done.version == replica.version == 1
     names = {file.name for file in path.iterdir()}
-    assert names == {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "manifest.json"}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "manifest.json"}
     assert job.weights(1).keys() == load_file(job.first / "model.safetensors").keys()
     assert job.replica(path=path, version=1).version == 1
 
 
 def test_a_replica_that_reloads_goes_on_as_if_it_had_never_stopped(job: Job) -> None:
-    """By itself after an offload, and as another process does: the moments come from the snapshot."""
-    uninterrupted = job.replica()
+    """By itself after an offload, and as another process does: the moments come from the checkpoint."""
+    uninterrupted = job.replica(checkpoints="uninterrupted")
     for version in (1, 2, 3):
         job.whole_step(uninterrupted, version, folder="a")
     expected = job.update(3, "a")
@@ -230,27 +245,111 @@ def test_a_replica_that_reloads_goes_on_as_if_it_had_never_stopped(job: Job) -> 
     job.whole_step(replica, 3)
     assert torch.equal(job.update(3), expected)
 
+    assert replica.settle_checkpoints(60.0)
+    remove_whole(checkpoint_path(job.checkpoints_dir, 3))
     promoted = job.replica(path=snapshot_path(job.snapshots_dir, 2), version=2)
-    job.whole_step(promoted, 3)
+    done = job.whole_step(promoted, 3)
+    assert done.metrics["moments_behind"] == 0.0
     assert torch.equal(job.update(3), expected)
 
 
-def test_moments_matter_and_are_never_made_up(job: Job) -> None:
+def test_without_the_newest_checkpoint_the_weights_are_the_snapshots_and_the_moments_those_before(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     replica = job.replica()
-    job.whole_step(replica)
-    path = snapshot_path(job.snapshots_dir, 1)
-    (path / "optimizer.safetensors").unlink()
-    with pytest.raises(SnapshotTorn, match="optimizer"):
-        job.replica(path=path, version=1)
-    (path / "manifest.json").write_text(
-        '{"format": 1, "version": 1, "files": {}}'  # a whole snapshot, of weights alone
+    for version in (1, 2, 3):
+        job.whole_step(replica, version)
+    assert replica.settle_checkpoints(60.0)
+    expected_weights = job.weights(2)
+    change_a_byte(checkpoint_path(job.checkpoints_dir, 2) / "optimizer.safetensors")
+    remove_whole(checkpoint_path(job.checkpoints_dir, 3))
+    whole = job.replica(path=snapshot_path(job.snapshots_dir, 2), version=2, checkpoints="none")
+    assert all(torch.equal(whole._hf_weights()[name], weight) for name, weight in expected_weights.items())
+
+    done = job.whole_step(whole, 3, folder="anew")
+    assert done.metrics["moments_behind"] == 2.0
+    assert "the optimizer's state is begun anew and lacks 2 steps" in caplog.text
+    caplog.clear()
+
+    without = job.replica(path=snapshot_path(job.snapshots_dir, 2), version=2)
+    job.whole_step(without, 3, folder="torn")
+    assert "checkpoint c00000002: optimizer.safetensors does not match its checksum; the one before is tried" in (
+        caplog.text
     )
-    alone = job.replica(path=path, version=1)
-    job.run(alone, 0, version=1)
-    alone.keep("t")
-    alone.merge("t")
-    with pytest.raises(SnapshotTorn, match="optimizer"):
-        alone.step(job.order(2))
+    assert not torch.equal(job.update(3, "torn"), job.update(3)), "moments matter"
+
+
+def test_a_torn_checkpoint_has_the_one_before_it_in_its_place(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    replica = job.replica(KEEP_THREE)
+    for version in (1, 2):
+        job.whole_step(replica, version)
+    assert replica.settle_checkpoints(60.0)
+    change_a_byte(checkpoint_path(job.checkpoints_dir, 2) / "optimizer.safetensors")
+    resumed = job.replica(KEEP_THREE, snapshot_path(job.snapshots_dir, 2), 2)
+    done = job.whole_step(resumed, 3)
+    assert done.metrics["moments_behind"] == 1.0
+    assert "checkpoint c00000002: optimizer.safetensors does not match its checksum" in caplog.text
+    assert "the optimizer's state is that of checkpoint 1 and lacks 1 steps" in caplog.text
+    assert resumed.settle_checkpoints(60.0)
+    after = job.replica(KEEP_THREE, snapshot_path(job.snapshots_dir, 3), 3)
+    assert job.whole_step(after, 4).metrics["moments_behind"] == 0.0, "the next is whole"
+
+
+def test_a_checkpoint_of_a_step_that_was_not_published_is_not_used(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch is stepped on twice with different sums, and only the second time is published."""
+    lost = job.replica()
+    job.whole_step(lost, 1)
+    job.whole_step(lost, 2)
+    assert lost.settle_checkpoints(60.0)
+    again = job.replica(path=snapshot_path(job.snapshots_dir, 1), version=1, checkpoints="elsewhere")
+    job.run(again, 0, 1, version=1)
+    again.keep("t")
+    again.merge("t")
+    again.step(job.order(2))
+    resumed = job.replica(path=snapshot_path(job.snapshots_dir, 2), version=2)
+    assert job.whole_step(resumed, 3).metrics["moments_behind"] == 1.0
+    assert "checkpoint c00000002 does not fit: it is of a step that was taken again" in caplog.text
+
+
+def test_a_torn_snapshots_weights_come_from_its_checkpoint(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    replica = job.replica()
+    job.whole_step(replica, 1)
+    assert replica.settle_checkpoints(60.0)
+    job.whole_step(replica, 2)
+    expected = job.weights(2)
+    path = snapshot_path(job.snapshots_dir, 1)
+    change_a_byte(path / "model.safetensors")
+    assert replica.settle_checkpoints(60.0)
+    promoted = job.replica(path=path, version=1)
+    assert "snapshot v00000001: model.safetensors does not match its checksum; its weights are taken" in caplog.text
+    job.whole_step(promoted, 2, folder="again")
+    assert all(torch.equal(job.weights(2, "again")[name], weight) for name, weight in expected.items())
+    verify(snapshot_path(job.snapshots_dir / "again", 2))
+
+
+def test_what_no_disk_takes_is_held_until_one_does(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on through steps and offloads, with one warning and a metric, and equals that with a disk."""
+    whole = job.replica(checkpoints="whole")
+    for version in (1, 2, 3, 4):
+        job.whole_step(whole, version, folder="whole")
+
+    job.checkpoints_dir.mkdir(exist_ok=True)
+    blocked = job.checkpoints_dir / "blocked"
+    blocked.write_text("no folder can be made here")
+    replica = job.replica(checkpoints="blocked")
+    for version in (1, 2, 3):
+        done = job.whole_step(replica, version)
+        assert replica.settle_checkpoints(60.0)
+        assert done.metrics["checkpoint_failures"] == version - 1
+        assert done.metrics["moments_behind"] == 0.0
+        replica.offload()
+        replica.load(snapshot_path(job.snapshots_dir, version), version)
+    assert caplog.text.count("training goes on") == 1
+    blocked.unlink()
+    job.whole_step(replica, 4)
+    assert torch.equal(job.update(4), job.update(4, "whole"))
+    assert replica.settle_checkpoints(60.0)
+    assert [version for version, _ in list_checkpoints(blocked)] == [4]
 
 
 def test_a_batch_that_trained_nothing_publishes_the_same_weights(job: Job) -> None:
@@ -293,11 +392,9 @@ def test_a_torn_snapshot_is_not_loaded(job: Job) -> None:
     replica = job.replica()
     job.whole_step(replica)
     path = snapshot_path(job.snapshots_dir, 1)
-    with (path / "model.safetensors").open("r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"!")
+    change_a_byte(path / "model.safetensors")
     with pytest.raises(SnapshotTorn, match=r"model\.safetensors"):
-        job.replica(path=path, version=1)
+        job.replica(path=path, version=1, checkpoints="none")
     with pytest.raises(Refused, match="version 0"):
         replica.load(job.first, 1)
 
@@ -361,7 +458,7 @@ def test_sums_that_do_not_fit_are_refused(job: Job, change: dict[str, object], r
 
 
 def test_replicas_of_different_models_have_different_layouts(job: Job, make_model: MakeModel) -> None:
-    other = Replica(make_model(intermediate_size=40, name="other"), CONFIG)
+    other = Replica(make_model(intermediate_size=40, name="other"), CONFIG, job.checkpoints_dir)
     assert other.layout_hash != job.replica().layout_hash == job.replica().layout_hash
 
 
@@ -473,7 +570,7 @@ def test_the_same_micro_step_twice_is_refused(job: Job) -> None:
 
 
 def test_work_before_the_first_load_is_refused(job: Job) -> None:
-    replica = Replica(job.model_dir, CONFIG)
+    replica = Replica(job.model_dir, CONFIG, job.checkpoints_dir)
     with pytest.raises(Refused, match="loaded"):
         job.run(replica, 0)
     with pytest.raises(Refused, match="version"):

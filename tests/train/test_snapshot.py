@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from gyre.errors import BadInput, StorageFull
 from gyre.train.snapshot import (
     SnapshotTorn,
-    clear_unfinished,
     keep_newest,
     list_snapshots,
     make_first_snapshot,
@@ -27,6 +26,7 @@ from gyre.train.snapshot import (
     verify,
     write_snapshot,
 )
+from gyre.train.whole_folder import clear_unfinished
 
 
 def write(snapshots_dir: Path, version: int, content: bytes = b"weights") -> str:

@@ -5,7 +5,7 @@
     command = ["some-harness", "--yes", "--prompt", "{instruction}"]
     env = { OPENAI_BASE_URL = "{base_url}/v1", OPENAI_API_KEY = "unused" }
 
-`{base_url}`, `{instruction}`, `{workspace}` and `{home}` stand for the run's own. Its calls are told apart by the marks
+`{base_url}`, `{instruction}`, `{workspace}` and `{home}` stand for the run's own, `{{` and `}}` for a brace. Its calls are told apart by the marks
 of every harness that was looked at. Whether it says that its work is done is not known.
 """
 
@@ -25,10 +25,11 @@ def launch(context: LaunchContext) -> Launch:
         "workspace": str(context.folder.workspace),
         "home": str(context.folder.home),
     }
+    braces = {"{{": "{", "}}": "}"}
 
     def filled(text: str) -> str:
         def value(found: re.Match[str]) -> str:
-            return values[found[1]]
+            return braces[found[0]] if found[1] is None else values[found[1]]
 
         return PLACEHOLDER.sub(value, text)
 

@@ -2,8 +2,9 @@
 
 Honoured: text in every role (system messages in the middle of the list too), thinking both ways, tools, `tool_choice`
 `auto` and `none`, `stop_sequences`, `max_tokens`, `count_tokens`. Refused: images and documents, in tool results as
-well, a tool choice that forces a call, a list that ends with an assistant's turn: none is continued. Left out: tools
-that a server runs, thinking that was redacted. All else is taken and kept in the journal; `thinking`, `output_config`
+well, a tool choice that forces a call, a list that ends with an assistant's turn: none is continued; tools that the client
+runs and whose schema the server would know (`bash_…`, `computer_…`, `memory_…`, `text_editor_…`). Left out: tools that
+a server runs, thinking that was redacted. All else is taken and kept in the journal; `thinking`, `output_config`
 and `disable_parallel_tool_use` as wishes, `temperature` and `top_p` in favour of the run's own.
 """
 
@@ -22,12 +23,15 @@ from gyre.proxy.dialects.shapes import (
     count_of,
     flag_of,
     offers_tools,
+    quoted,
     text_of,
     texts_of,
 )
 from gyre.proxy.faults import Fault, FaultKind, bad_request
 
 _SPEAKERS = {"system": Speaker.SYSTEM, "user": Speaker.USER, "assistant": Speaker.ASSISTANT}
+_RUN_BY_THE_CLIENT = ("bash_", "computer_", "memory_", "text_editor_")
+"""How the kinds of tool begin whose schema only Anthropic's own models know; the others without one run at a server."""
 _FAULTS = {
     FaultKind.BAD_REQUEST: (400, "invalid_request_error"),
     FaultKind.TOO_LONG: (400, "invalid_request_error"),
@@ -134,7 +138,7 @@ def _messages(item: object, field: str) -> list[Message]:
     role = text_of(entry, "role", f"{field}.role")
     speaker = _SPEAKERS.get(role)
     if speaker is None:
-        raise bad_request(f"{field}.role: {role!r} is not allowed; one of {', '.join(_SPEAKERS)}")
+        raise bad_request(f"{field}.role: {quoted(role)} is not allowed; one of {', '.join(_SPEAKERS)}")
     content = entry.get("content")
     if speaker is Speaker.ASSISTANT:
         return [_assistant(content, f"{field}.content")]
@@ -172,7 +176,7 @@ def _assistant(content: object, field: str) -> Message:
             arguments = json.dumps(as_mapping(block.get("input"), f"{at}.input"), ensure_ascii=False)
             calls.append(ToolCall(text_of(block, "id", f"{at}.id"), text_of(block, "name", f"{at}.name"), arguments))
         elif kind != "redacted_thinking":
-            raise bad_request(f"{at}.type: {kind!r} is not supported in an assistant's message")
+            raise bad_request(f"{at}.type: {quoted(kind)} is not supported in an assistant's message")
     return Message(
         speaker=Speaker.ASSISTANT,
         text="".join(texts),
@@ -197,7 +201,7 @@ def _texts(content: object, field: str) -> list[str]:
         block = as_mapping(item, at)
         kind = text_of(block, "type", f"{at}.type")
         if kind != "text":
-            raise bad_request(f"{at}.type: {kind!r} is not supported; this model reads text only")
+            raise bad_request(f"{at}.type: {quoted(kind)} is not supported; this model reads text only")
         texts.append(as_text(block.get("text"), f"{at}.text"))
     return texts
 
@@ -207,13 +211,18 @@ def _joined(texts: list[str]) -> str:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """The client's own tools. A server tool (`web_search_…`) has no schema; there is no server here to run it."""
+    """The client's own tools. A server tool (`web_search_…`) is left out; there is no server here to run it."""
     tools: list[Mapping[str, Any]] = []
     for place, item in enumerate(as_list(value, "tools")):
         entry = as_mapping(item, f"tools.{place}")
         function: dict[str, Any] = {"name": text_of(entry, "name", f"tools.{place}.name")}
         if "input_schema" not in entry:
-            if entry.get("type") not in (None, "custom"):
+            kind = text_of(entry, "type", f"tools.{place}.type", "custom")
+            if kind.startswith(_RUN_BY_THE_CLIENT):
+                raise bad_request(
+                    f"tools.{place}.type: {quoted(kind)} is not supported; offer it as a tool with an input_schema"
+                )
+            if kind != "custom":
                 continue
             raise bad_request(f"tools.{place}.input_schema: this field is required")
         function["description"] = text_of(entry, "description", f"tools.{place}.description", "")

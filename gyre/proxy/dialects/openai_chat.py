@@ -23,6 +23,7 @@ from gyre.proxy.dialects.shapes import (
     count_of,
     flag_of,
     offers_tools,
+    quoted,
     seed_of,
     text_of,
     texts_of,
@@ -128,7 +129,7 @@ def _message(item: object, field: str) -> Message:
     role = text_of(entry, "role", f"{field}.role")
     speaker = _SPEAKERS.get(role)
     if speaker is None:
-        raise bad_request(f"{field}.role: {role!r} is not allowed; one of {', '.join(_SPEAKERS)}")
+        raise bad_request(f"{field}.role: {quoted(role)} is not allowed; one of {', '.join(_SPEAKERS)}")
     calls: tuple[ToolCall, ...] = ()
     if speaker is Speaker.ASSISTANT and entry.get("tool_calls") is not None:
         listed = as_list(entry["tool_calls"], f"{field}.tool_calls")
@@ -155,7 +156,7 @@ def _text(content: object, field: str) -> str:
         part = as_mapping(item, f"{field}[{place}]")
         kind = text_of(part, "type", f"{field}[{place}].type")
         if kind not in ("text", "refusal"):
-            raise bad_request(f"{field}[{place}].type: {kind!r} is not supported; this model reads text only")
+            raise bad_request(f"{field}[{place}].type: {quoted(kind)} is not supported; this model reads text only")
         parts.append(as_text(part.get(kind), f"{field}[{place}].{kind}"))
     return "".join(parts)
 
@@ -172,8 +173,9 @@ def _tool_call(item: object, field: str) -> ToolCall:
 
 def _tool(item: object, field: str) -> Mapping[str, Any]:
     entry = as_mapping(item, field)
-    if text_of(entry, "type", f"{field}.type", "function") != "function":
-        raise bad_request(f"{field}.type: {entry['type']!r} is not supported; only functions are")
+    kind = text_of(entry, "type", f"{field}.type", "function")
+    if kind != "function":
+        raise bad_request(f"{field}.type: {quoted(kind)} is not supported; only functions are")
     function = as_mapping(entry.get("function"), f"{field}.function")
     text_of(function, "name", f"{field}.function.name")
     return {"type": "function", "function": dict(function)}

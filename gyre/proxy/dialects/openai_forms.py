@@ -32,7 +32,7 @@ def openai_fault(fault: Fault, history: str) -> tuple[int, dict[str, Any]]:
             f"resulted in {fault.prompt_tokens} tokens. Please reduce the length of the messages."
         )
     kind = "server_error" if fault.kind is FaultKind.UNAVAILABLE else "invalid_request_error"
-    param = history if fault.kind is FaultKind.TOO_LONG else None
+    param = history if fault.kind is FaultKind.TOO_LONG else fault.field or None
     error = {"message": message, "type": kind, "param": param, "code": _CODE.get(fault.kind)}
     return _STATUS[fault.kind], {"error": error}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gyre.proxy.conversation import Message, Speaker, ToolCall, ToolForm
-from gyre.proxy.dialects.shapes import as_list, as_mapping, as_text, text_of
+from gyre.proxy.dialects.shapes import as_list, as_mapping, as_text, quoted, text_of
 from gyre.proxy.faults import bad_request
 
 _SPEAKERS = {
@@ -63,7 +63,9 @@ def read_tools(value: object) -> Tools:
         kind = text_of(entry, "type", f"{at}.type")
         if kind not in ("function", "custom"):
             if kind in _RUN_BY_THE_HARNESS:
-                raise bad_request(f"{at}.type: {kind!r} is not supported; offer it as a function or a custom tool")
+                raise bad_request(
+                    f"{at}.type: {quoted(kind)} is not supported; offer it as a function or a custom tool"
+                )
             return
         form = ToolForm(text_of(entry, "name", f"{at}.name"), namespace, freeform=kind == "custom")
         given = form.name if form.name not in taken else f"{namespace}__{form.name}"
@@ -141,7 +143,7 @@ def read_input(value: object, tools: Tools, answer_id: str) -> list[Message]:
         entry = as_mapping(item, at)
         kind = text_of(entry, "type", f"{at}.type", "message")
         if kind not in _ITEMS:
-            raise bad_request(f"{at}.type: {kind!r} is not supported; one of {', '.join(_ITEMS)}")
+            raise bad_request(f"{at}.type: {quoted(kind)} is not supported; one of {', '.join(_ITEMS)}")
         if kind.endswith("_output"):
             call = text_of(entry, "call_id", f"{at}.call_id")
             read.append(Message(Speaker.TOOL, _text(entry.get("output"), f"{at}.output", "\n"), tool_call_id=call))
@@ -151,7 +153,7 @@ def read_input(value: object, tools: Tools, answer_id: str) -> list[Message]:
             role = text_of(entry, "role", f"{at}.role")
             speaker = _SPEAKERS.get(role)
             if speaker is None:
-                raise bad_request(f"{at}.role: {role!r} is not allowed; one of {', '.join(_SPEAKERS)}")
+                raise bad_request(f"{at}.role: {quoted(role)} is not allowed; one of {', '.join(_SPEAKERS)}")
             if speaker is Speaker.ASSISTANT:
                 _turn_of(read, entry).texts.append(_text(entry.get("content"), f"{at}.content", ""))
             else:
@@ -220,6 +222,6 @@ def _text(content: object, at: str, between: str) -> str:
         kind = text_of(part, "type", f"{at}[{place}].type")
         named = _TEXTS.get(kind)
         if named is None:
-            raise bad_request(f"{at}[{place}].type: {kind!r} is not supported; this model reads text only")
+            raise bad_request(f"{at}[{place}].type: {quoted(kind)} is not supported; this model reads text only")
         texts.append(as_text(part.get(named), f"{at}[{place}].{named}"))
     return between.join(texts)

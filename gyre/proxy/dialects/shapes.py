@@ -94,8 +94,13 @@ def offers_tools(choice: object, field: str) -> bool:
         return True
     if kind == "none":
         return False
-    name = repr(kind)[:40] if isinstance(kind, str) else _kind(kind)
+    name = quoted(kind) if isinstance(kind, str) else _kind(kind)
     raise bad_request(f"{field}: {name} is not supported, no call can be forced; auto or none")
+
+
+def quoted(text: str) -> str:
+    """What a client said, as it may be said again in a fault: its beginning."""
+    return repr(text[:_QUOTED_LETTERS])
 
 
 def _kind(value: object) -> str:
@@ -106,4 +111,5 @@ def _kind(value: object) -> str:
 
 
 _MOST_SEED = 2**63 - 1
+_QUOTED_LETTERS = 40
 _NAMES = ((dict, "an object"), (list, "an array"), (str, "a string"), (bool, "a boolean"), (int | float, "a number"))

@@ -192,6 +192,16 @@ class Receipts:
             response = await self._client.ask_once(self._txn, request)
         except Answered as error:
             raise self._lost(receipt) from error
+        except StorageFull:
+            # A full etcd takes no transaction that may write, not even to say that its compares fail: look instead.
+            found = await self._client.ask_once(
+                method("KV", "Range"), message_class("RangeRequest")(key=receipt.key.encode())
+            )
+            seen = messages.key_value(found.kvs[0]) if found.kvs else None
+            if seen is None or seen.value != tried:
+                raise
+            receipt.tried, receipt.revision = None, seen.mod_revision
+            return seen.mod_revision
         held: KeyValue | None = None if response.succeeded else messages.found(response)[0]
         if not response.succeeded and (held is None or held.value not in (tried, never)):
             raise self._lost(receipt)

@@ -1,0 +1,206 @@
+"""`gyrectl doctor`: looks at what a job stands on, changes nothing, and says of each thing how it is and how to mend it.
+
+With a job: its store, clock, port, disk, harness, versions. Without one: the machine. Judgement is gyre.cli.findings'.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import socket
+import sqlite3
+import time
+import tomllib
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gyre import __version__
+from gyre.cli import client, findings
+from gyre.cli.findings import Finding, State
+from gyre.config import JobSpec
+from gyre.errors import BadInput, GyreError
+from gyre.harness.confine import choose
+from gyre.harness.profiles import Settings, profile
+from gyre.jobdir import JobDir
+from gyre.store.records import JobRecord, Keys
+from gyre.store.typed import versioned
+from gyre.train.snapshot import list_snapshots
+
+PKI = Path("pki")
+PORT_S = 2.0
+
+
+async def examine(job: JobDir | None) -> list[Finding]:
+    """Every finding, of the machine alone where there is no job."""
+    found = [*_training(), *_certificates(PKI)]
+    if job is None:
+        return [*found, _sandbox("auto"), _disk(Path.cwd(), 0)]
+    try:
+        spec, base = client.read_spec(job), _base(job)
+    except BadInput as error:
+        return [*found, Finding("job", State.FAULT, str(error), "name another folder with --dir")]
+    url, running = client.store_url(job), client.gyred_of(job) is not None
+    found += await _etcd(url, spec) if url.startswith("etcd:") else [_embedded(job)]
+    if running:
+        found += await _gyred(job)
+    found.append(_port(spec, running=running))
+    found.append(_disk(job.root, _snapshot_bytes(job)))
+    found.append(_sandbox(spec.harness.confine))
+    found.append(_harness(spec, base))
+    return found
+
+
+def _base(job: JobDir) -> Path:
+    try:
+        return Path(tomllib.loads(job.node_file.read_text(encoding="utf-8"))["node"]["base"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput("node.toml", str(job.node_file), f"it must be as gyrectl up wrote it ({error!r})") from error
+
+
+# ---------------------------------------------------------------------------------------------- the store
+
+
+def _embedded(job: JobDir) -> Finding:
+    """SQLite's own check of the file; beside a gyred that writes to it, since a reader disturbs nobody."""
+    try:
+        with closing(sqlite3.connect(f"file:{job.store}?mode=ro", uri=True, timeout=5.0)) as db:
+            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as error:
+        verdict = str(error)
+    verdict = " ".join(verdict.splitlines())
+    if verdict != "ok":
+        mend = "the job cannot go on with it: put a copy of the file back, or begin again in another folder"
+        return Finding("store", State.FAULT, f"{job.store}: {verdict}", mend)
+    return Finding("store", State.OK, f"{job.store} is whole")
+
+
+async def _etcd(url: str, spec: JobSpec) -> list[Finding]:
+    """Each endpoint by itself, and the certificates of the URL."""
+    from gyre.store.etcd.address import EtcdAddress
+    from gyre.store.etcd.store import EtcdStore
+
+    try:
+        address = EtcdAddress.parse(url)
+    except BadInput as error:
+        return [Finding("store", State.FAULT, str(error), "mend store in node.toml")]
+    found: list[Finding] = []
+    for endpoint in address.endpoints:
+        store = EtcdStore(replace(address, endpoints=(endpoint,)), read_only=True)
+        try:
+            job = await store.get(Keys(spec.job.name).job)
+        except GyreError as error:
+            mend = "see that it runs (etcdctl endpoint health) and that this node reaches it"
+            found.append(Finding("store", State.FAULT, f"{endpoint}: {error}", mend))
+        else:
+            began = "the job has begun" if job and versioned(job, JobRecord) else "it knows no such job yet"
+            found.append(Finding("store", State.OK, f"{endpoint} answers; {began}"))
+        finally:
+            await store.close()
+    files = {path for path in (address.ca, address.cert) if path is not None}
+    return found + [each for path in sorted(files) for each in _certificates(path)]
+
+
+def _certificates(path: Path) -> list[Finding]:
+    """Those at `path`, a file or a folder of them."""
+    paths = sorted(path.glob("*.pem")) if path.is_dir() else [path] if path.exists() else []
+    if not paths:
+        return []
+    try:
+        from gyre import pki
+    except ImportError:
+        return [Finding("certificate", State.WARNING, "cannot be read", "pip install 'gyre[cluster]'")]
+    found: list[Finding] = []
+    for each in paths:
+        try:
+            read = pki.read(each)
+        except GyreError as error:
+            found.append(Finding("certificate", State.FAULT, str(error), "put the right file there"))
+            continue
+        ca = read.kind is pki.Kind.CA
+        found.append(findings.certificate(each, read.name, read.left(datetime.now(UTC)), ca=ca))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- the node
+
+
+async def _gyred(job: JobDir) -> list[Finding]:
+    try:
+        there = await client.version(job)
+    except GyreError as error:
+        mend = f"its log says what it is at ({job.logs / 'gyred.log'}); gyrectl up JOB --resume starts a new one"
+        return [Finding("gyred", State.FAULT, f"it lives and does not answer: {error}", mend)]
+    ours = (("gyre", __version__), ("Python", platform.python_version()))
+    return [
+        Finding("gyred", State.OK, "it runs and answers"),
+        findings.versions(ours, (("gyre", there.gyre), ("Python", there.python))),
+        findings.clock(there.unix_s - time.time(), "gyred"),
+    ]
+
+
+def _port(spec: JobSpec, *, running: bool) -> Finding:
+    """The gateway's: taken by it while the job runs, free before it is started."""
+    host, port = spec.server.host, spec.server.port
+    if port == 0:
+        return Finding("port", State.OK, f"any free one of {host} is used")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.settimeout(PORT_S)
+        taken = probe.connect_ex((host, port)) == 0
+    if running and not taken:
+        return Finding("port", State.FAULT, f"nothing listens on {host}:{port}", "logs/gateway.log says why")
+    if taken and not running:
+        mend = "end what listens there, or set another server.port"
+        return Finding("port", State.FAULT, f"{host}:{port} is taken, and not by this job", mend)
+    return Finding("port", State.OK, f"{host}:{port} is {'served' if running else 'free'}")
+
+
+def _disk(place: Path, snapshot_bytes: int) -> Finding:
+    usage = shutil.disk_usage(place)
+    return findings.disk(place, usage.free, usage.total, snapshot_bytes)
+
+
+def _snapshot_bytes(job: JobDir) -> int:
+    """Of the newest one."""
+    kept = list_snapshots(job.snapshots)
+    return sum(file.stat().st_size for file in max(kept)[1].iterdir()) if kept else 0
+
+
+def _sandbox(confine: str) -> Finding:
+    if confine == "unconfined":
+        mend = "install bubblewrap or allow user namespaces, and leave --unconfined out"
+        return Finding("sandbox", State.WARNING, "the job lets its runs act as you", mend)
+    return _passes("sandbox", lambda: f"runs are confined by {choose('auto')}")
+
+
+def _harness(spec: JobSpec, base: Path) -> Finding:
+    name = spec.harness.profile
+
+    def look() -> str:
+        profile(name).check(Settings.of(spec, base))
+        return f"{name} is installed"
+
+    return _passes("harness", look)
+
+
+def _passes(what: str, look: Callable[[], str]) -> Finding:
+    """What `look` found; the error that it raises says the mend itself."""
+    try:
+        return Finding(what, State.OK, look())
+    except GyreError as error:
+        return Finding(what, State.FAULT, str(error))
+
+
+def _training() -> list[Finding]:
+    """What a replica needs. It is looked for and not loaded."""
+    found: list[Finding] = []
+    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
+        if importlib.util.find_spec(module) is None:
+            found.append(Finding(module, State.FAULT, "is not installed", "pip install 'gyre[train]'"))
+        else:
+            found.append(Finding(module, State.OK, f"{package} {importlib.metadata.version(package)}"))
+    return found

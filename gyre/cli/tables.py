@@ -1,0 +1,153 @@
+"""The rows that `gyrectl cell list` and its like show: pure, from the records of the state store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gyre.ids import CellId
+from gyre.sched.launch import mean
+from gyre.store.records import (
+    CellRoleRecord,
+    CellSpecRecord,
+    GroupRecord,
+    GroupState,
+    JobRecord,
+    LeaderRecord,
+    PinRecord,
+    RunRecord,
+    RunState,
+    SnapshotRecord,
+    StepRecord,
+)
+from gyre.store.typed import Versioned
+
+Row = dict[str, Any]
+
+
+def cell_rows(
+    specs: Sequence[CellSpecRecord], roles: Mapping[CellId, CellRoleRecord], pins: Sequence[PinRecord]
+) -> list[Row]:
+    """Every cell; one that has not reported yet has no role."""
+    pinned = {pin.cell: pin.role.value for pin in pins}
+    rows: list[Row] = []
+    for spec in sorted(specs, key=lambda spec: spec.cell):
+        role = roles.get(spec.cell)
+        rows.append(
+            {
+                "cell": spec.cell,
+                "node": spec.node,
+                "core": spec.core,
+                "role": role.observed.value if role else None,
+                "desired": role.desired.value if role else None,
+                "pinned": pinned.get(spec.cell),
+                "version": role.version if role else None,
+                "epoch": role.epoch if role else None,
+                "slots": spec.slots,
+            }
+        )
+    return rows
+
+
+def node_rows(
+    specs: Sequence[CellSpecRecord], runs: Sequence[RunRecord], leader: LeaderRecord | None, *, running: bool
+) -> list[Row]:
+    """Every node that has cells. `running`: the gyred of this folder's job lives."""
+    return [
+        {
+            "node": node,
+            "running": running,
+            "leads": running and leader is not None and leader.node == node,
+            "cells": [spec.cell for spec in sorted(specs, key=lambda spec: spec.cell) if spec.node == node],
+            "queued": sum(run.node == node and run.state is RunState.QUEUED for run in runs),
+            "live": sum(run.node == node and run.state is RunState.LIVE for run in runs),
+        }
+        for node in sorted({spec.node for spec in specs})
+    ]
+
+
+def leader_row(leader: Versioned[LeaderRecord] | None, *, running: bool) -> Row:
+    """Who leads. A gyred that was killed leaves its name behind until the next one starts: then nobody leads."""
+    if leader is None or not running:
+        return {"node": None, "token": None, "address": None, "lease": None}
+    found = leader.record
+    return {"node": found.node, "token": leader.create_revision, "address": found.address, "lease": leader.lease}
+
+
+def snapshot_rows(now: SnapshotRecord, steps: Sequence[StepRecord], kept: Mapping[int, str]) -> list[Row]:
+    """Every version up to now. `kept` are the folders of those that are still on disk."""
+    made = {step.version: step for step in steps}
+    return [
+        {
+            "version": version,
+            "authoritative": version == now.version,
+            "step": made[version].step if version in made else None,
+            "published_unix_s": made[version].finished_unix_s if version in made else None,
+            "mean_reward": made[version].mean_reward if version in made else None,
+            "path": kept.get(version),
+        }
+        for version in range(now.version + 1)
+    ]
+
+
+def group_rows(groups: Sequence[GroupRecord], runs: Sequence[RunRecord], state: GroupState | None) -> list[Row]:
+    """Groups in the order of their launch; only those in `state` when one is given."""
+    by_id = {run.run: run for run in runs}
+    rows: list[Row] = []
+    for group in sorted(groups, key=lambda group: (group.version, group.purpose.value, group.index)):
+        if state is not None and group.state is not state:
+            continue
+        members = [by_id[run] for run in group.runs if run in by_id]
+        rows.append(
+            {
+                "group": group.group,
+                "task": group.task,
+                "purpose": group.purpose.value,
+                "state": group.state.value,
+                "runs": len(group.runs),
+                "settled": sum(run.state is RunState.SETTLED for run in members),
+                "mean_reward": mean([run.reward for run in members if run.reward is not None]),
+                "version": group.version,
+                "step": group.step or None,
+            }
+        )
+    return rows
+
+
+def step_rows(steps: Sequence[StepRecord]) -> list[Row]:
+    return [
+        {
+            "step": step.step,
+            "version": step.version,
+            "groups": len(step.groups),
+            "scored_runs": step.scored_runs,
+            "mean_reward": step.mean_reward,
+            "counted_tokens": step.counted_tokens,
+            "micro_steps": step.micro_steps,
+            "cells": list(step.cells),
+            "finished_unix_s": step.finished_unix_s,
+            "metrics": step.metrics,
+        }
+        for step in sorted(steps, key=lambda step: step.step)
+    ]
+
+
+def job_row(
+    job: JobRecord, snapshot: SnapshotRecord | None, steps: int, runs: Sequence[RunRecord], *, running: bool
+) -> Row:
+    """The job in one record. `running`: its gyred lives."""
+    return {
+        "job": job.name,
+        "state": job.state.value,
+        "running": running,
+        "reason": job.reason,
+        "steps": steps,
+        "version": snapshot.version if snapshot else None,
+        "launched_groups": job.launched_groups,
+        "consumed_groups": job.consumed_groups,
+        **{state.value: sum(run.state is state for run in runs) for state in RunState},
+        "heldout_before": job.heldout_before,
+        "heldout_after": job.heldout_after,
+        "started_unix_s": job.started_unix_s,
+        "active_s": job.active_s,
+    }

@@ -1,0 +1,107 @@
+"""`gyrectl group|step|job …`: what was launched and trained, and whether more is launched.
+
+What is read comes from the job's state store, while the job runs and after it has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gyre.actors.messages_gyrectl import PauseJob
+from gyre.cli import client, tables
+from gyre.cli.saying import AsJson, Dir, done, say, show_row, show_rows
+from gyre.errors import BadInput, Unavailable
+from gyre.store.records import GroupRecord, GroupState, JobRecord, RunRecord, SnapshotRecord, StepRecord
+
+group_app = typer.Typer(help="Look at the groups of runs.", no_args_is_help=True)
+step_app = typer.Typer(help="Look at the optimizer steps.", no_args_is_help=True)
+job_app = typer.Typer(help="Look at the job, hold it, let it go on.", no_args_is_help=True)
+
+
+@group_app.command("list")
+def list_groups(
+    state: Annotated[str, typer.Option(metavar="open|settled|consumed", help="Only groups in this state.")] = "",
+    folder: Dir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the groups: how many of their runs have settled, their mean reward, the step that consumed them.
+
+    gyrectl group list --state open
+    """
+
+    async def work() -> list[tables.Row]:
+        if state and state not in tuple(GroupState):
+            raise BadInput("--state", state, f"one of {', '.join(GroupState)}")
+        async with client.reading(client.find_job(folder)) as (store, keys):
+            groups = await store.range(f"{keys.root}groups/", GroupRecord)
+            runs = await store.range(f"{keys.root}runs/", RunRecord)
+        wanted = GroupState(state) if state else None
+        return tables.group_rows([item.record for item in groups.items], [item.record for item in runs.items], wanted)
+
+    columns = ("group", "task", "purpose", "state", "runs", "settled", "mean_reward", "version", "step")
+    show_rows(done(work), columns, as_json=as_json)
+
+
+@step_app.command("list")
+def list_steps(folder: Dir = None, as_json: AsJson = False) -> None:
+    """List the steps: their rewards, tokens, and the cells whose gradients are in them; `--json` has all metrics.
+
+    gyrectl step list
+    """
+
+    async def work() -> list[tables.Row]:
+        async with client.reading(client.find_job(folder)) as (store, keys):
+            steps = await store.range(f"{keys.root}steps/", StepRecord)
+        return tables.step_rows([item.record for item in steps.items])
+
+    columns = ("step", "version", "groups", "scored_runs", "mean_reward", "counted_tokens", "micro_steps", "cells")
+    show_rows(done(work), (*columns, "finished_unix_s"), as_json=as_json)
+
+
+@job_app.command("show")
+def show_job(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Show the job in one record: its state, how far it is, its runs.
+
+    gyrectl job show --json
+    """
+
+    async def work() -> tables.Row:
+        job = client.find_job(folder)
+        async with client.reading(job) as (store, keys):
+            found = await store.get(keys.job, JobRecord)
+            snapshot = await store.get(keys.snapshot, SnapshotRecord)
+            steps = await store.range(f"{keys.root}steps/", StepRecord)
+            runs = await store.range(f"{keys.root}runs/", RunRecord)
+        if found is None:
+            raise Unavailable(f"the job in {job.root} has not begun yet")
+        return tables.job_row(
+            found.record,
+            snapshot.record if snapshot else None,
+            len(steps.items),
+            [item.record for item in runs.items],
+            running=client.gyred_of(job) is not None,
+        )
+
+    show_row(done(work), as_json=as_json)
+
+
+@job_app.command()
+def pause(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Launch no new runs; live ones go on, and what is ready is trained. It holds over restarts, until `job resume`.
+
+    gyrectl job pause
+    """
+    done(lambda: client.order(client.find_job(folder), PauseJob(paused=True)))
+    say("paused; gyrectl job resume launches runs again", as_json=as_json, state="paused")
+
+
+@job_app.command()
+def resume(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Launch runs again.
+
+    gyrectl job resume
+    """
+    done(lambda: client.order(client.find_job(folder), PauseJob(paused=False)))
+    say("running", as_json=as_json, state="running")

@@ -1,0 +1,103 @@
+"""Folders on disk that are whole or not there at all: what snapshots and checkpoints have in common.
+
+Files are written and synced under another name, a listing of them last, and the folder is renamed. What a killed writer
+leaves has a name of its own, which no reader looks at.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from gyre.errors import StorageFull
+
+_UNFINISHED = ".unfinished-"
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    name: str
+    size_bytes: int
+    xxh3_128: str
+
+
+def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make the folder `path` of what `fill` puts into the folder it is given; one that was there is replaced.
+
+    Raises StorageFull when the disk is, and leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.parent / f"{_UNFINISHED}{path.name}-{os.getpid()}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        fill(unfinished)
+        for file in unfinished.iterdir():
+            _sync(file)
+        _sync(unfinished)
+        if path.exists():
+            os.rename(path, path.parent / f"{unfinished.name}-old")
+        os.rename(unfinished, path)
+        _sync(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"{path.parent.name}/{path.name} could not be written: {error.strerror}") from error
+        raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(path.parent / f"{unfinished.name}-old", ignore_errors=True)
+
+
+def remove_whole(path: Path) -> None:
+    """Delete the folder: renamed first, so that a deletion cut short never leaves half of it under its name."""
+    doomed = path.parent / f"{_UNFINISHED}{path.name}-deleted"
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Delete what killed writers and deletions left in `parent`. Only for when no writer is alive."""
+    for path in parent.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def list_entries(folder: Path) -> tuple[FileEntry, ...]:
+    """Every file of the folder with its size and checksum, by name."""
+    return tuple(FileEntry(file.name, file.stat().st_size, _checksum(file)) for file in sorted(folder.iterdir()))
+
+
+def first_fault(folder: Path, entries: Iterable[FileEntry]) -> str:
+    """What is wrong with the first file that is not what its entry says; empty when all are."""
+    for entry in entries:
+        file = folder / entry.name
+        size_bytes = file.stat().st_size if file.is_file() else -1
+        if size_bytes != entry.size_bytes:
+            what = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
+            return f"{entry.name} {what}, {entry.size_bytes} bytes are expected"
+        if _checksum(file) != entry.xxh3_128:
+            return f"{entry.name} does not match its checksum"
+    return ""
+
+
+def _checksum(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

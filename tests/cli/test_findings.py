@@ -1,0 +1,70 @@
+"""What `gyrectl doctor` makes of what it measures: ok, a warning or a fault, and the mend."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gyre import pki
+from gyre.cli import findings
+from gyre.cli.findings import State
+from gyre.cli.gyrectl import app
+
+GIB = 1 << 30
+HERE = Path("/data/job")
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "snapshot", "state", "mend"),
+    [
+        (100 * GIB, 200 * GIB, 10 * GIB, State.OK, ""),
+        (29 * GIB, 200 * GIB, 10 * GIB, State.WARNING, "3 snapshots need 30 GiB"),
+        (10 * GIB, 200 * GIB, 10 * GIB, State.FAULT, "one snapshot needs 10 GiB"),
+        (1 * GIB, 200 * GIB, 0, State.WARNING, "a journal that cannot be written stops the job"),
+        (1 * GIB, 10 * GIB, 0, State.OK, ""),
+        (0, 10 * GIB, 0, State.FAULT, "free some space"),
+    ],
+)
+def test_a_disk_has_room_for_the_next_snapshots(free: int, total: int, snapshot: int, state: State, mend: str) -> None:
+    found = findings.disk(HERE, free, total, snapshot)
+    assert found.state is state
+    assert mend in found.mend
+    assert bool(found.mend) == (state is not State.OK)
+
+
+def test_a_clock_that_is_off_is_a_warning_for_nothing_is_decided_by_it() -> None:
+    assert findings.clock(1.0, "gyred").state is State.OK
+    off = findings.clock(-3600.0, "gyred")
+    assert (off.state, off.found) == (State.WARNING, "gyred is 3600 s behind this clock")
+
+
+def test_a_certificate_warns_a_month_before_and_says_which_command_renews_it() -> None:
+    path = Path("pki/n1.pem")
+    assert findings.certificate(path, "n1", timedelta(days=31), ca=False).state is State.OK
+    soon = findings.certificate(path, "n1", timedelta(days=29), ca=False)
+    assert (soon.state, soon.mend) == (State.WARNING, "gyrectl pki issue n1 --renew")
+    over = findings.certificate(path, "n1", timedelta(seconds=-1), ca=True)
+    assert (over.state, "gyrectl pki init" in over.mend) == (State.FAULT, True)
+
+
+def test_a_gyred_of_another_version_is_a_fault_that_names_both() -> None:
+    ours, same = (("gyre", "0.2.0"), ("Python", "3.11.9")), (("gyre", "0.2.0"), ("Python", "3.11.9"))
+    assert findings.versions(ours, same).state is State.OK
+    found = findings.versions(ours, (("gyre", "0.1.0"), ("Python", "3.11.9")))
+    assert (found.state, found.found) == (State.FAULT, "gyred has gyre 0.1.0, here 0.2.0")
+
+
+def test_without_a_job_the_machine_is_looked_at_and_an_expired_certificate_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    before = runner.invoke(app, ["doctor"])
+    assert {line.split()[1] for line in before.output.splitlines()} == {"torch", "megatron", "sandbox", "disk"}
+    pki.init(tmp_path / "pki", "lab", 30, now=datetime.now(UTC) - timedelta(days=60))
+    after = runner.invoke(app, ["doctor"])
+    assert after.exit_code == 1
+    assert "fault    certificate  pki/ca.pem has expired; make a new authority" in after.output
