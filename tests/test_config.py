@@ -46,15 +46,44 @@ def test_the_shipped_quickstart_is_valid() -> None:
     assert spec.job.name == "quickstart"
 
 
-def test_a_command_may_have_placeholders_and_braces_of_its_own(tmp_path: Path) -> None:
+def test_a_command_may_have_placeholders_and_doubled_braces_of_its_own(tmp_path: Path) -> None:
     text = """[harness]
 profile = "command"
-command = ["prog", "--json={\\"a\\": {}}", "{instruction}"]
-env = { URL = "{base_url}/v1" }
+command = ["prog", "--json={{\\"a\\": 1}}", "{instruction}"]
+env = { URL = "{base_url}/v1", "npm_config.x" = "${{HOME}}" }
 """
     harness = load_job(write(tmp_path, GOOD + text)).harness
-    assert harness.command == ("prog", '--json={"a": {}}', "{instruction}")
-    assert harness.env == {"URL": "{base_url}/v1"}
+    assert harness.command == ("prog", '--json={{"a": 1}}', "{instruction}")
+    assert harness.env == {"URL": "{base_url}/v1", "npm_config.x": "${{HOME}}"}
+
+
+@pytest.mark.parametrize("text", ["{Instruction}", "{instruction.x}", "{}", "${HOME}", "{", "}", "{{instruction}"])
+def test_a_brace_that_is_neither_a_placeholders_nor_doubled_is_named(tmp_path: Path, text: str) -> None:
+    for rest in (f"command = ['prog', '{text}']", f"command = ['prog']\nenv = {{ X = '{text}' }}"):
+        found = faults(tmp_path, GOOD + f"[harness]\nprofile = 'command'\n{rest}\n")
+        assert len(found) == 1
+        wrong = text.removeprefix("$") if text != "{{instruction}" else "}"
+        assert f"is not allowed; {wrong} is no placeholder; there are {{base_url}}" in found[0]
+        assert found[0].endswith("a brace itself is {{ or }}")
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "{home}", "A B"])
+def test_a_name_that_no_variable_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    text = f"[harness]\nprofile = 'command'\ncommand = ['prog']\nenv = {{ '{name}' = 'x' }}\n"
+    (found,) = faults(tmp_path, GOOD + text)
+    assert f"harness.env: {{{name!r}: 'x'}} is not allowed; {name!r} is no variable's name" in found
+
+
+@pytest.mark.parametrize("name", ["PATH", "HOME", "GYRE_RUN"])
+def test_variables_that_are_the_runs_own_are_refused(tmp_path: Path, name: str) -> None:
+    text = f"[harness]\nprofile = 'command'\ncommand = ['prog']\nenv = {{ {name} = 'x' }}\n"
+    (found,) = faults(tmp_path, GOOD + text)
+    assert found.endswith(f"the variable {name} is the run's own, and no job sets it")
+
+
+def test_the_profile_command_has_no_use_for_a_configuration_file(tmp_path: Path) -> None:
+    (found,) = faults(tmp_path, GOOD + "[harness]\nprofile = 'command'\ncommand = ['prog']\nconfig = 'x.yaml'\n")
+    assert found.endswith("the profile command has no use for config; name the file in command")
 
 
 def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: Path) -> None:

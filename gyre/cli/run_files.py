@@ -64,18 +64,19 @@ class RunFiles:
             return self.one(place.run, place.attempt)
 
     def _read(self, place: JournalPlace) -> RunFile:
-        name = f"journal of run {place.run}"
+        name, damage = f"journal of run {place.run}", ""
         try:
             found = look_at_journal(place.folder)
-            file = RunFile(place, _damage(place, found), replay(found.records))
+            damage = _damage(place, found)
+            file = RunFile(place, damage, replay(found.records))
         except FileNotFoundError:
             raise
         except OSError as error:
             raise BadInput(name, str(error.filename), f"a file that can be read ({error.strerror})") from error
         except BadInput as error:
-            raise BadInput(name, error.value, error.allowed) from error
-        if file.damage:
-            self.damaged.append(f"run {place.run}, attempt {place.attempt}: {file.damage}")
+            raise BadInput(name, error.value, "; ".join(filter(None, (error.allowed, damage)))) from error
+        if damage:
+            self.damaged.append(f"run {place.run}, attempt {place.attempt}: {damage}")
         return file
 
     def words(self) -> Words | None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +22,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gyre.cli.gyrectl import app
+from gyre.cli.run_files import RunFiles
+from gyre.cli.run_output import visible
 from gyre.config import JobSpec
 from gyre.ids import CallId, GroupId, RunId
 from gyre.trajectory.journal import (
@@ -30,6 +41,7 @@ from gyre.trajectory.records import LineageRole
 
 MAIN, MAIN_SUMMARY, SUB, _, AUXILIARY = LineageRole
 CIRCUMSTANCES = {"new_thread": False, "without_answers": False, "after_summary": False, "left_answer": False}
+NONE_OF_THEM = json.dumps(CIRCUMSTANCES).encode()
 SPEC = {
     "job": {"name": "looked-at", "steps": 1},
     "model": {"path": "builtin:tiny"},
@@ -198,8 +210,96 @@ def test_a_torn_tail_is_looked_past_and_left_as_it_is(job: Path) -> None:
     listed = gyrectl("list", "--dir", str(job))
     assert listed.exit_code == 0
     assert listed.stderr.startswith("attempt 1: journal of run empty: 'nothing' is not allowed")
+    assert listed.stderr.endswith(f"1 bytes from byte {len(SEGMENT_HEADER)} of 000000.journal on are not read\n")
     assert plain("tree", "torn", "--dir", str(job))["calls"] == []
     assert content(job) == before
+
+
+def test_damage_in_a_journals_middle_is_said_with_its_place(job: Path, tmp_path: Path) -> None:
+    path = job / "journal/closed/done.2/000000.journal"
+    data = bytearray(path.read_bytes())
+    whole = SEGMENT_HEADER + encode(RunOpened(RunId("done"), GroupId("g"), 2, "k", "scripted", 1.0, 64))
+    data[len(whole) + 20] ^= 0xFF
+    path.write_bytes(data)
+    said = f"damaged: {len(data) - len(whole)} bytes from byte {len(whole)} of 000000.journal on are not read"
+    assert said in gyrectl("list", "--dir", str(job)).stdout
+    assert {row["run"]: row["damaged"] for row in plain("list", "--dir", str(job))} == {"r": "", "done": said}
+    for arguments in (["tree", "done"], ["replay", "done"], ["export", "--out", str(tmp_path / "out")]):
+        result = gyrectl(*arguments, "--dir", str(job))
+        assert (result.exit_code, result.stderr) == (0, f"run done, attempt 2: {said}\n")
+
+
+def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_gone_on_with(job: Path, tmp_path: Path) -> None:
+    (job / "journal/open/dir/1/000000.journal").mkdir(parents=True)
+    for arguments in (["list"], ["export", "--out", str(tmp_path / "out")]):
+        result = gyrectl(*arguments, "--dir", str(job))
+        assert result.exit_code == 0, result.output
+        assert result.stderr.startswith("attempt 1: journal of run dir: ")
+        assert result.stderr.endswith("is not allowed; a file that can be read (Is a directory)\n")
+        assert len(result.stderr.splitlines()) == 1
+    result = gyrectl("tree", "dir", "--dir", str(job))
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+
+
+STEERING = "\x1b]0;t\x07 \x9b31m \x00 \r \u202e \u2066 \x7f"
+
+
+def test_what_would_steer_the_terminal_is_shown_and_not_sent(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HostileWords:
+        def text(self, token_ids: Sequence[int]) -> str:
+            return STEERING
+
+    monkeypatch.setattr(RunFiles, "words", lambda self: HostileWords())  # pyright: ignore[reportUnknownLambdaType]
+    opened = RunOpened(RunId(f"e{STEERING}"), GroupId("g"), 1, "k", f"p{STEERING}", 1.0, 64)
+    end = RunClosed(RunId("evil"), 1, f"f{STEERING}")
+    write(job / "journal/closed/evil.1", [opened, *call(0, None, [40], [41]), end])
+    write(job / "journal/open/un\x1bread/1", [])
+    for arguments in (["list"], ["tree", "evil"], ["replay", "evil"], ["replay", "evil", "0"], ["tree", "no\x1b"]):
+        result = gyrectl(*arguments, "--dir", str(job))
+        said = result.stdout + result.stderr
+        assert "\\x1b" in said
+        assert all(char.isprintable() or char == "\n" for char in said), arguments
+
+
+def test_lines_and_tabs_of_a_text_stay(job: Path) -> None:
+    assert visible("a\n\tb \N{SNOWMAN}é") == "a\n\tb \N{SNOWMAN}é"
+    assert visible("a\x1b[31m\u202e") == "a\\x1b[31m\\u202e"
+
+
+@pytest.mark.parametrize("columns", [80, 50, 12])
+@pytest.mark.parametrize("arguments", [["list"], ["tree", "r"], ["replay", "r", "1"]])
+def test_nothing_is_lost_on_a_narrow_terminal(job: Path, arguments: list[str], columns: int) -> None:
+    def words(text: str) -> str:
+        return "".join(char for char in text if char.isalnum() or char in "#,():-.")
+
+    wide = words(on_a_terminal(400, *arguments, "--dir", str(job)))
+    assert sorted(words(on_a_terminal(columns, *arguments, "--dir", str(job)))) == sorted(wide)
+
+
+def on_a_terminal(columns: int, *arguments: str) -> str:
+    """What the command writes to a terminal of that width."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    code = "from gyre.cli.gyrectl import app; app()"
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "run", *arguments],
+        stdin=its,
+        stdout=its,
+        stderr=subprocess.PIPE,
+        env={**env, "TERM": "dumb"},
+    )
+    os.close(its)
+    written = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # the other side is closed
+            break
+        written += data
+    os.close(ours)
+    assert process.wait(60) == 0, process.communicate()
+    return written.decode()
 
 
 @pytest.mark.parametrize(
@@ -244,6 +344,35 @@ def test_export_without_pyarrow_writes_jsonl_and_says_so(
     assert result.exit_code == 0, result.output
     assert "pyarrow is not installed, so no Parquet was written: pip install 'gyre[export]'" in result.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["calls.jsonl", "lineages.jsonl"]
+
+
+def test_an_export_that_fails_leaves_no_drafts(job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert gyrectl("export", "nope", "--out", str(out), "--dir", str(job)).exit_code == 2
+    assert list(out.iterdir()) == []
+
+
+def test_json_has_null_for_a_number_that_is_not_finite(job: Path, tmp_path: Path) -> None:
+    started, *others = call(0, None, [40], [41])
+    started = replace(
+        started, request=b'{"thread": "", "circumstances": %s, "body": {"top_p": Infinity}}' % NONE_OF_THEM
+    )
+    opened = RunOpened(RunId("inf"), GroupId("g"), 1, "k", "codex", 1.0, 64)
+    write(job / "journal/open/inf/1", [opened, replace(started, started_unix_s=inf), *others])
+    out = tmp_path / "out"
+    result = gyrectl("export", "inf", "--out", str(out), "--dir", str(job))
+    assert result.exit_code == 0, result.output
+    (row,) = [strict(line) for line in (out / "calls.jsonl").read_text().splitlines()]
+    assert (row["started_unix_s"], strict(row["request"])) == (None, {"top_p": None})
+    assert [strict(line)["run"] for line in (out / "lineages.jsonl").read_text().splitlines()] == ["inf"]
+    assert strict(gyrectl("replay", "inf", "0", "--json", "--dir", str(job)).stdout)["request"] == {"top_p": None}
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def test_every_column_of_the_export_is_documented() -> None:

@@ -82,6 +82,22 @@ def test_a_workspace_that_is_gone_is_an_error(bench: Bench) -> None:
     assert "No such file or directory" in end.error
 
 
+def test_whatever_keeps_a_harness_from_starting_is_said(bench: Bench) -> None:
+    for sandbox in (UNCONFINED, Sandbox("namespaces", None)):
+        folder = bench.prepared(f"r-{sandbox.programs}")
+        end = bench.run(folder, sandbox, "true", env={"": "x", "PATH": os.environ["PATH"]})
+        assert end.exit_code == keeper.SETUP_FAILED
+        assert end.error
+        end = bench.run(bench.prepared(f"n-{sandbox.programs}"), sandbox, "true", "a\0b")
+        assert end.error == "ValueError: embedded null byte"
+
+
+def test_a_log_that_cannot_be_written_is_an_error(bench: Bench) -> None:
+    folder = bench.prepared("r1")
+    end = bench.run(folder, UNCONFINED, "true", log=str(folder.workspace))
+    assert "Is a directory" in end.error
+
+
 def test_the_record_names_the_keeper_before_the_harness_runs(bench: Bench, sandbox: Sandbox) -> None:
     folder = bench.prepared("r1")
     process = bench.keep(folder, sandbox, "sleep", "600")

@@ -21,6 +21,14 @@ def test_an_unknown_profile_is_refused_with_the_names_there_are() -> None:
         profile("claude")
 
 
+def test_the_profile_command_fills_in_its_placeholders_and_undoubles_braces(tmp_path: Path) -> None:
+    settings = Settings(command=("prog", "{{{instruction}}}"), env={"X": "${{HOME}} {home}"})
+    folder = RunFolder.of(tmp_path, RunId("r"), 1)
+    found = profile("command").launch(LaunchContext(folder, "http://b", "{{a}} task", settings))
+    assert found.arguments == ("{{{a}} task}",)
+    assert found.env["X"] == f"${{HOME}} {folder.home}"
+
+
 def test_a_harness_that_is_not_installed_is_one_line_with_the_command_that_installs_it() -> None:
     missing = replace(profile("mini-swe-agent"), module="no_such_harness")
     with pytest.raises(

@@ -288,8 +288,7 @@ async def test_more_tokens_for_an_answer_that_was_cut_and_delivered_is_a_new_cal
         engine = proxy.engines["a"]
         engine.requests.clear()
         _, first = await proxy.post("r", path, {**body, "max_tokens": 4})
-        for same in (4, 3):
-            assert (await proxy.post("r", path, {**body, "max_tokens": same}))[1]["id"] == first["id"]
+        assert (await proxy.post("r", path, {**body, "max_tokens": 4}))[1]["id"] == first["id"]
         assert len(engine.requests) == 1
         _, more = await proxy.post("r", path, {**body, "max_tokens": 100})
         assert more["id"] != first["id"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import pytest
 from gyre.errors import StorageFull
 from gyre.ids import CallId, RunId
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
+from gyre.proxy.gateway import Gateway
 from gyre.proxy.journal_writer import JournalWriter, read_journal
 from gyre.trajectory.journal import CallDelivered, RunClosed
 from gyre.trajectory.records import RunTrace
@@ -132,3 +134,25 @@ def test_a_damaged_file_of_a_closed_run_is_no_closed_run(tmp_path: Path) -> None
     path.write_bytes(bytes(data))
     assert ClosedRuns(tmp_path).read(RunId("r"), 1) is None
     assert ClosedRuns(tmp_path).read(RunId("r"), 2) is None
+
+
+async def test_what_is_no_journal_among_the_open_ones_is_passed_over(
+    start_proxy: StartProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_proxy(lambda head: "hi")
+    await proxy.open("r")
+    await proxy.chat("r", HELLO)
+    journal_dir = proxy.gateway.config.journal_dir
+    await proxy.gateway.stop()
+    for name in ("x/notes", "x/²", "x/007", "y/1/000000.journal"):
+        (journal_dir / "open" / name).mkdir(parents=True)
+    again = Gateway(proxy.gateway.config)
+    with caplog.at_level(logging.WARNING):
+        await again.start()
+    try:
+        assert again.status().open_runs == 1
+    finally:
+        await again.stop()
+    for name in ("x/notes", "x/²", "x/007"):
+        assert f"open/{name}' is no attempt's journal, and is passed over" in caplog.text
+    assert "the journal of run y, attempt 1, cannot be read: [Errno 21] Is a directory" in caplog.text
