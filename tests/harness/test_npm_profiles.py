@@ -119,14 +119,14 @@ def test_a_log_that_is_not_there_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_command_is_filled_with_the_runs_own_values(bench: Bench) -> None:
-    command = ("prog", '--json={"a": 1}', "{instruction}", "{workspace}/{home}")
-    settings = Settings(command=command, env={"BASE": "{base_url}/v1", "HOME": "{home}/x"})
+    command = ("prog", '--json={{"a": 1}}', "{instruction}", "{workspace}/{home}")
+    settings = Settings(command=command, env={"BASE": "{base_url}/v1", "OTHER": "{home}/x"})
     launch = launched(bench, "command", settings, instruction="say {home}")
     folder = bench.folder("r1")
     assert launch.program == ("prog",)
     assert launch.arguments == ('--json={"a": 1}', "say {home}", f"{folder.workspace}/{folder.home}")
     assert launch.env["BASE"] == f"{URL}/v1"
-    assert launch.env["HOME"] == f"{folder.home}/x"
+    assert launch.env["OTHER"] == f"{folder.home}/x"
 
 
 def test_a_command_whose_program_is_not_there_is_refused(tmp_path: Path) -> None:
