@@ -349,3 +349,14 @@ async def test_a_fault_in_a_stream_is_an_error_to_the_client_and_a_failed_respon
     error, failed = (adapter.validate_json(block.partition(b"\ndata: ")[2]) for block in data.strip().split(b"\n\n"))
     assert (error.type, error.code, error.message) == ("error", "run_closed", "the run is closed")
     assert failed.type == "response.failed"
+
+
+async def test_an_answer_behind_an_assistants_turn_of_another_is_recognised(
+    client: openai.AsyncOpenAI, proxy: Proxy
+) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Do."}, {"role": "assistant", "content": "Yes."}]
+    for _ in range(2):
+        answer = await client.responses.create(model="m", input=asked)
+        asked = [*asked, *back(answer), {"role": "user", "content": "Go on."}]
+    trace = await proxy.close("r1")
+    assert (trace.calls, trace.forks, len(trace.lineages)) == (2, {}, 1)

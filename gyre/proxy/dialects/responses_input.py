@@ -22,6 +22,7 @@ _SPEAKERS = {
     "user": Speaker.USER,
     "assistant": Speaker.ASSISTANT,
 }
+_CALLS = ("function_call", "custom_tool_call")
 _ITEMS = (
     "message",
     "reasoning",
@@ -162,12 +163,18 @@ def read_input(value: object, tools: Tools, answer_id: str) -> list[Message]:
 
 
 def _turn_of(read: list[Message | _Turn], entry: Mapping[str, Any]) -> _Turn:
-    """The turn that an assistant's item belongs to: the last one, or a new one."""
+    """The turn that an assistant's item belongs to: the last one, or a new one.
+
+    An item without an id of ours goes with what stands before it. So does a call behind a text whose id was taken out; a
+    text or a thought of ours begins a turn of its own behind what another said.
+    """
     stem = _stem(entry)
+    begins = bool(stem) and entry.get("type") not in _CALLS
     behind_results = False
     for one in reversed(read):
         if isinstance(one, _Turn):
-            if (stem and stem == one.stem) or (not behind_results and not (stem and one.stem)):
+            another = bool(stem and one.stem) or (begins and bool(one.texts or one.calls))
+            if (stem and stem == one.stem) or not (behind_results or another):
                 one.stem = one.stem or stem
                 return one
             break
