@@ -7,7 +7,9 @@ import os
 import signal
 from collections.abc import Callable
 
-from gyre.actors.messages_gyrectl import CellStatus, Status
+from gyre.actors.messages_gyrectl import CellStatus, PinCell, Status
+from gyre.cli import client
+from gyre.ids import CellId
 from gyre.store.records import Role
 
 from .a_job import Job, gated
@@ -25,17 +27,24 @@ async def finish(job: Job, steps: int = 2) -> None:
 
 async def test_an_engine_is_killed_with_calls_in_it_and_a_harness_is_killed(job: Job) -> None:
     job.start()
-    status = await job.until_status("runs at the gate", gated)
+    await job.until_status("runs at the gate", gated)
     victim, pid = next(iter(job.harnesses("t*").items()))
     os.kill(pid, signal.SIGKILL)
     run = victim.split("/")[0]
     await job.until_logged(f"{run}: attempt 2 (")
 
-    serving = next(c for c in status.cells if c.role is Role.ROLLOUT)
-    os.kill(serving.engine_pid, signal.SIGSTOP)  # so that calls stay in it
+    await client.order(job.dir, PinCell(CellId("c0"), Role.ROLLOUT))  # else it may leave while its engine is stopped
+    status = await job.until_status("both engines", lambda now: all(c.role is Role.ROLLOUT for c in now.cells))
+    for each in status.cells:
+        os.kill(each.engine_pid, signal.SIGSTOP)  # so that calls stay in them
     job.open_gate()
-    await job.until_status("calls in that engine", lambda now: cell(now, serving.cell).in_flight > 0)
+    status = await job.until_status("calls in an engine", lambda now: any(c.in_flight for c in now.cells))
+    serving = next(c for c in status.cells if c.in_flight)
     os.kill(serving.engine_pid, signal.SIGKILL)
+    for each in status.cells:
+        if each.cell != serving.cell:
+            os.kill(each.engine_pid, signal.SIGCONT)
+    await client.order(job.dir, PinCell(CellId("c0"), None))
     await finish(job)
 
     books = await job.check_books(2, hurt=[run])
