@@ -123,7 +123,8 @@ async def test_signals_that_python_ignores_are_not_ignored_by_the_child(children
     await child.wait()
     found = re.search(r"SigIgn:\s*(\w+)", (tmp_path / "child.log").read_text())
     assert found is not None
-    assert int(found[1], 16) == 0
+    ignored = int(found[1], 16)
+    assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 async def test_the_child_inherits_no_open_files(children: Children, tmp_path: Path) -> None:
