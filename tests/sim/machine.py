@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -178,7 +179,7 @@ class SimChild:
         return await self._child.wait()
 
 
-class Served:
+class Served(ABC):
     """A child as it answers messages."""
 
     def __init__(self, machine: Machine, child: Child) -> None:
@@ -196,10 +197,11 @@ class Served:
             raise Unavailable(f"{self.child.name} does not listen yet")
         return await self.answer(message)
 
+    @abstractmethod
     async def answer(self, message: object) -> object:
-        raise NotImplementedError
+        """What the process answers to a message."""
 
-    def died(self) -> None:
+    def died(self) -> None:  # noqa: B027 (most have nothing to do)
         """Its process is gone."""
 
     def exit(self, status: ExitStatus) -> None:
