@@ -232,7 +232,7 @@ class CellActor(Actor):
             status = await child.wait()
             if child not in (self._processes.engine, self._processes.replica):
                 return None
-            self._site.say(f"{child.name} (pid {child.pid}) ended: {status}")
+            self._processes.say_ended(child, status)
             return died(f"{child.name} ended: {status}")
 
         self.task(wait(), lambda event: None if event is None else _Heard(event))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 from gyre.actors.messages import LoadSnapshot, Offload, Ok, Ping, Ready
 from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
-from gyre.children import Child, ChildSpec
+from gyre.children import Child, ChildSpec, ExitStatus
 from gyre.engine.access import http_key
 from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
@@ -57,6 +59,8 @@ class CellProcesses:
         self.engine_url = ""
         self._client: EngineClient | None = None
         self._remote: RemoteRef = site.connect(self.replica_name)
+        self._ended: deque[int] = deque(maxlen=8)
+        """The pids whose end was told."""
 
     @property
     def engine_name(self) -> str:
@@ -79,7 +83,15 @@ class CellProcesses:
         """By the record of it, which also finds what an end or a start that was cut short has left."""
         left = self._site.children.adopt().get(name)
         if left is not None:
-            await left.end(END_GRACE_S)
+            status = await left.end(END_GRACE_S)
+            if not status.ok and status.signal != signal.SIGTERM:  # it was dying by itself, or would not end for us
+                self.say_ended(left, status)
+
+    def say_ended(self, child: Child, status: ExitStatus) -> None:
+        """Once a process: its end may be heard of twice, by who waits for it and by who ends what is left of it."""
+        if child.pid not in self._ended:
+            self._ended.append(child.pid)
+            self._site.say(f"{child.name} (pid {child.pid}) ended: {status}")
 
     def snapshot(self, version: int) -> str:
         return str(snapshot_path(self._site.job.snapshots, version))
