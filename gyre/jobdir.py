@@ -1,7 +1,8 @@
 """Where a job keeps its things on one node: every path in one place.
 
 Everything durable is under the job's folder. Sockets live in a short private folder under the temporary directory,
-since the kernel bounds the length of a socket's path.
+since the kernel bounds the length of a socket's path, and the optimizer's state on its way to disk in one of shared
+memory, which outlives a process and not the machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -17,10 +19,28 @@ from pathlib import Path
 
 from gyre.errors import BadInput
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 
 def key_for(secret: str, use: str) -> str:
     """What is shown over plain HTTP in the secret's place, for one use: the secret cannot be had from it."""
     return hmac.digest(secret.encode(), use.encode(), hashlib.sha256).hex()
+
+
+def make_private(path: Path) -> None:
+    """Make the folder, which nobody else may read or write. Raises BadInput when it is there and is not so."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(path):
+        raise BadInput("private folder", str(path), "it must be a folder of this user's with mode 0700")
+
+
+def is_private(path: Path) -> bool:
+    """Whether the folder is there, is this user's, and nobody else's."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 @dataclass(frozen=True)
@@ -87,8 +107,22 @@ class JobDir:
 
     @property
     def sockets(self) -> Path:
+        return Path(tempfile.gettempdir()) / self._short_name
+
+    @property
+    def staging(self) -> Path:
+        """Checkpoints in shared memory: made by the core's replica, and gone after a clean end."""
+        return _SHARED_MEMORY / self._short_name
+
+    @property
+    def _short_name(self) -> str:
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
-        return Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{digest}"
+        return f"gyre-{os.getuid()}-{digest}"
+
+    def clear_staging(self) -> None:
+        """Forget what a killed replica has staged: no job goes on from it."""
+        if is_private(self.staging):
+            shutil.rmtree(self.staging, ignore_errors=True)
 
     def address(self, name: str) -> str:
         """The remote address of the actor `name` on this node."""
@@ -118,10 +152,4 @@ class JobDir:
             raise BadInput(
                 "job.dir", str(self.root), f"it must be a folder that can be written ({error.strerror})"
             ) from error
-        self._create_sockets()
-
-    def _create_sockets(self) -> None:
-        self.sockets.mkdir(mode=0o700, exist_ok=True)
-        status = self.sockets.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise BadInput("sockets folder", str(self.sockets), "it must be a folder of this user's with mode 0700")
+        make_private(self.sockets)

@@ -200,6 +200,7 @@ class CellProcesses:
             "optimizer": spec.optimizer.model_dump(mode="json"),
             "checkpoint": spec.checkpoint.model_dump(mode="json"),
             "checkpoints_dir": str(site.job.checkpoints),
+            "staging_dir": str(site.job.staging) if self.cell == site.core_cell else "",
             "temperature": spec.sampling.temperature,
             "micro_batch_tokens": spec.batch.micro_step_tokens,
             "threads": spec.cells.threads,

@@ -53,7 +53,7 @@ PEER_S = 60.0
 GATEWAY_S = 300.0
 RETRY_S = 0.2
 SETTLE_S = 4.0
-"""For a checkpoint that is being written when the process is told to end; it is killed soon after."""
+"""For the newest checkpoint to come to disk when the process is told to end; it is killed soon after."""
 
 
 class ReplicaActor(Actor):
@@ -178,14 +178,16 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
             micro_batch_tokens=int(config["micro_batch_tokens"]),
             threads=int(config["threads"]),
         )
+        model_dir, checkpoints_dir = Path(config["model_dir"]), Path(config["checkpoints_dir"])
+        staging_dir = Path(config["staging_dir"]) if config["staging_dir"] else None
         replica = await asyncio.get_running_loop().run_in_executor(
-            thread, Replica, Path(config["model_dir"]), replica_config, Path(config["checkpoints_dir"])
+            thread, Replica, model_dir, replica_config, checkpoints_dir, staging_dir
         )
         async with ActorSystem.running("replica") as system:
             actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, secret))
             async with serve(actor, address, secret):
                 await stopped.wait()
-                await asyncio.to_thread(replica.settle_checkpoints, SETTLE_S)
+                await asyncio.to_thread(replica.end_checkpoints, SETTLE_S)
 
 
 def main() -> None:

@@ -109,6 +109,7 @@ def prepare(options: Options) -> tuple[JobDir, JobSpec]:
         if faults:
             raise JobFileError(options.job, faults)
         job = JobDir(_fresh_folder(options, spec))
+        job.clear_staging()  # of a job whose folder was deleted
     job.create()
     job.job_file.write_text(spec.to_json(), encoding="utf-8")
     job.node_file.write_text(
@@ -296,6 +297,8 @@ def _finish(job: JobDir, spec: JobSpec, options: Options, console: Console, *, i
         options.report.write_text(text, encoding="utf-8")
     console.print(live.summary(report, str(job.report_html)))
     state = books.job.state if books.job else JobState.FAILED
+    if state in (JobState.FINISHED, JobState.FAILED):
+        job.clear_staging()  # nobody goes on with it
     if state is JobState.FINISHED:
         return 0
     if state is JobState.FAILED:

@@ -1,13 +1,13 @@
 # pyright: basic
-"""Checkpoints on disk: what the core's replica goes on from when the process that took the last step is gone.
+"""Checkpoints in folders: what the core's replica goes on from when the process that took the last step is gone.
 
     c00000007/  model.safetensors       the weights, those of snapshot 7
                 optimizer.safetensors   AdamW's moments and step counts after the step to 7
                 index.json              which snapshot they belong to, and every file with its size and checksum
 
-Written beside training (gyre.train.checkpoint_writer), so the newest may be of an earlier version than the snapshot. The
-weights are then the snapshot's, for a version never falls, and the moments those of the newest checkpoint that fits. A
-step's place in the learning rate's schedule is its number, so nothing of it has to be kept.
+They are first in shared memory and then on disk (gyre.train.checkpoint_writer). The newest may be of an earlier version
+than the snapshot: the weights are then the snapshot's, for a version never falls, and the moments those of the newest
+checkpoint that fits. A step's place in the learning rate's schedule is its number, so nothing of it has to be kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def write_checkpoint(checkpoint: Checkpoint, checkpoints_dir: Path) -> None:
     write_whole(checkpoint_path(checkpoints_dir, checkpoint.version), fill)
 
 
+def copy_checkpoint(source: Path, checkpoints_dir: Path) -> None:
+    """Write the one in the folder `source` there too. Raises CheckpointTorn, OSError, or StorageFull."""
+    index = verify(source)
+
+    def fill(folder: Path) -> None:
+        for name in (*(entry.name for entry in index.files), INDEX):
+            shutil.copyfile(source / name, folder / name)
+
+    write_whole(checkpoint_path(checkpoints_dir, index.version), fill)
+
+
 def list_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
     """Every checkpoint folder by version, oldest first, whether whole or not."""
     if not checkpoints_dir.is_dir():
@@ -100,9 +112,14 @@ def list_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
 
 
 def keep_newest(checkpoints_dir: Path, count: int) -> None:
-    """Delete all but the newest `count`, at least one."""
-    for _, path in list_checkpoints(checkpoints_dir)[: -max(count, 1)]:
-        remove_whole(path)
+    """Delete all but the newest `count`, at least one, and the one that the newest one's step began from.
+
+    That step may not have been published, and then it is taken again.
+    """
+    found = list_checkpoints(checkpoints_dir)
+    for version, path in found[: -max(count, 1)]:
+        if version != found[-1][0] - 1:
+            remove_whole(path)
 
 
 def read_index(path: Path) -> Index:
@@ -159,10 +176,14 @@ def why_unfit(index: Index, version: int, layout_hash: str, published: str) -> s
 
 
 def newest_fitting(
-    checkpoints_dir: Path, version: int, layout_hash: str, published: Callable[[int], str]
+    places: Sequence[Path], version: int, layout_hash: str, published: Callable[[int], str]
 ) -> tuple[Index, Path] | None:
-    """The newest whole checkpoint that fits snapshot `version`; None when there is none. Each other is logged."""
-    for _, path in reversed(list_checkpoints(checkpoints_dir)):
+    """The newest whole checkpoint in any of the folders that fits snapshot `version`; None when there is none.
+
+    Of two of one version that in the first folder is tried first. Each that is passed over is logged.
+    """
+    found = [(of, -rank, path) for rank, place in enumerate(places) for of, path in list_checkpoints(place)]
+    for _, _, path in sorted(found, reverse=True):
         try:
             index = verify(path)
         except CheckpointTorn as error:

@@ -38,9 +38,6 @@ from gyre.trajectory.records import Lineage
 
 log = logging.getLogger("gyre.train.replica")
 
-SETTLE_S = 600.0
-"""For a checkpoint that is being written when its like is to be read."""
-
 
 class NotFinite(GyreError):
     """A loss or a gradient is not a number any more; the sums that it was in are dropped."""
@@ -67,21 +64,23 @@ class _Staged:
 class Replica:
     """The replica of the model in `model_dir`. Parameters come with `load`.
 
-    After each step it checkpoints itself in `checkpoints_dir`, beside what it does next.
+    After each step it checkpoints itself, by way of `staging_dir` in shared memory, in `checkpoints_dir`. A satellite's
+    has no `staging_dir`: it does not step.
     """
 
-    def __init__(self, model_dir: Path, config: ReplicaConfig, checkpoints_dir: Path) -> None:
+    def __init__(
+        self, model_dir: Path, config: ReplicaConfig, checkpoints_dir: Path, staging_dir: Path | None = None
+    ) -> None:
         torch.set_num_threads(config.threads)
         start_groups()
         self._config = config
         self._model_dir = model_dir
-        self._checkpoints_dir = checkpoints_dir
-        self._checkpoints = CheckpointWriter(checkpoints_dir, config.checkpoint)
+        self._checkpoints = CheckpointWriter(checkpoints_dir, staging_dir, config.checkpoint)
         self._model = MegatronModel(read_shape(model_dir))
         self._optimizer = AdamW(self._model, config.optimizer)
         self._moments_version = -1
         self._moments_behind = 0
-        """Steps that the moments know nothing of: 0, but after a replica's death before its checkpoint was whole."""
+        """Steps that the moments know nothing of: 0, but when a checkpoint is lost or torn."""
         self._model.free()
         self._folder = Path()
         """Of the snapshot held, which its next has the tokenizer of."""
@@ -137,10 +136,7 @@ class Replica:
         return self.layout_hash
 
     def offload(self) -> None:
-        """Give the memory of parameters, own sums and moments back. Staged and merged sums stay.
-
-        A state that is not on disk yet stays too, in the host's memory.
-        """
+        """Give the memory of parameters, own sums and moments back. Staged and merged sums stay."""
         self._own.clear()
         self._model.free()
         self._in_memory = False
@@ -244,7 +240,8 @@ class Replica:
         """Divide the batch's sums by |R|, clip, step, and write the next snapshot; the replica then holds that version.
 
         A batch that trained nothing leaves the weights as they are, and its version is written all the same. When the
-        snapshot cannot be written the replica holds nothing and has to `load` again.
+        snapshot cannot be written the replica holds nothing and has to `load` again. When it returns, the replica's
+        death loses nothing of the step.
         """
         self._require_in_memory()
         if order.version != self._version + 1:
@@ -281,8 +278,12 @@ class Replica:
         return StepDone(order.version, digest, metrics | checkpointed)
 
     def settle_checkpoints(self, within_s: float) -> bool:
-        """Wait until no checkpoint is being written or waits; False when that takes longer."""
+        """Wait until no checkpoint is being written to disk or is due; False when that takes longer."""
         return self._checkpoints.settle(within_s)
+
+    def end_checkpoints(self, within_s: float) -> bool:
+        """Bring the state to disk, for the process is to end; False when that takes longer. From any thread."""
+        return self._checkpoints.end(within_s)
 
     # ------------------------------------------------------------------------------------------ private
 
@@ -324,17 +325,15 @@ class Replica:
             self._optimizer.take(held.moments)
             self._moments_version, self._moments_behind = self._version, 0
             return
-        self._checkpoints.settle(SETTLE_S)
-        found = checkpoint.newest_fitting(
-            self._checkpoints_dir, self._version, self.layout_hash, self._published_digest
-        )
-        if found is None:
-            self._optimizer.clear()
-            had = 0
-        else:
-            index, path = found
-            self._optimizer.take(checkpoint.read_moments(path))
-            had = index.version
+        with self._checkpoints.places() as places:
+            found = checkpoint.newest_fitting(places, self._version, self.layout_hash, self._published_digest)
+            if found is None:
+                self._optimizer.clear()
+                had = 0
+            else:
+                index, path = found
+                self._optimizer.take(checkpoint.read_moments(path))
+                had = index.version
         self._moments_version, self._moments_behind = self._version, self._version - had
         if self._moments_behind:
             log.warning(
@@ -357,15 +356,23 @@ class Replica:
         self, path: Path, version: int, torn: snapshot.SnapshotTorn
     ) -> tuple[snapshot.Manifest, dict[str, Tensor]]:
         """The weights of a torn snapshot, from the checkpoint that belongs to it. Raises `torn` when there is none."""
-        whole = checkpoint.checkpoint_path(self._checkpoints_dir, version)
         try:
-            manifest, index = snapshot.read_manifest(path), checkpoint.verify(whole)
-        except (snapshot.SnapshotTorn, checkpoint.CheckpointTorn):
+            manifest = snapshot.read_manifest(path)
+        except snapshot.SnapshotTorn:
             raise torn from None
-        if checkpoint.why_unfit(index, version, self.layout_hash, manifest.digest) or manifest.version != version:
+        if manifest.version != version:
             raise torn
-        log.warning("snapshot %s; its weights are taken from checkpoint %s", torn, whole.name)
-        return manifest, checkpoint.read_weights(whole)
+        with self._checkpoints.places() as places:
+            for whole in (checkpoint.checkpoint_path(place, version) for place in places):
+                try:
+                    index = checkpoint.verify(whole)
+                except checkpoint.CheckpointTorn:
+                    continue
+                if checkpoint.why_unfit(index, version, self.layout_hash, manifest.digest):
+                    continue
+                log.warning("snapshot %s; its weights are taken from checkpoint %s", torn, whole.name)
+                return manifest, checkpoint.read_weights(whole)
+        raise torn
 
     def _hf_weights(self) -> dict[str, Tensor]:
         named = {name: parameter.detach().cpu() for name, parameter in self._model.named.items()}

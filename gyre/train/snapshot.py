@@ -1,11 +1,12 @@
 """Snapshots on disk: one folder a version, written whole or not at all.
 
     v00000007/  model.safetensors, config.json, tokenizer files   what an engine loads
-                manifest.json                                     every file with its size and checksum
+                manifest.json                                     every file with its size and checksums
 
 The replica writes them through `write_snapshot`, gyred and the engines read them; no torch is needed to do either.
 A folder under its final name is complete (gyre.train.whole_folder). The digest of the manifest names the content; it is
-what the state store publishes. The optimizer's state is no part of it: gyre.train.checkpoint.
+what the state store publishes, and with the checksum of each chunk in it, what any peer may be had the chunks from. The
+optimizer's state is no part of it: gyre.train.checkpoint.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, cast
 import xxhash
 
 from gyre.errors import BadInput, GyreError
-from gyre.train.whole_folder import FileEntry, first_fault, list_entries, remove_whole, write_whole
+from gyre.train.whole_folder import CHUNK_BYTES, FileEntry, first_fault, list_entries, remove_whole, write_whole
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"v(\d{8,})")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
@@ -41,13 +42,33 @@ class Manifest:
     files: tuple[FileEntry, ...]
 
     def to_bytes(self) -> bytes:
-        files = {entry.name: {"bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128} for entry in self.files}
+        files = {
+            entry.name: {"bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128, "chunks": entry.chunks}
+            for entry in self.files
+        }
         plain = {"format": _FORMAT, "version": self.version, "files": files}
         return json.dumps(plain, indent=1, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
         return digest_of(self.to_bytes())
+
+    @property
+    def chunks(self) -> tuple[ChunkPlace, ...]:
+        """Every chunk, in the order by which peers number them."""
+        return tuple(
+            ChunkPlace(entry.name, at * CHUNK_BYTES, min(CHUNK_BYTES, entry.size_bytes - at * CHUNK_BYTES), checksum)
+            for entry in self.files
+            for at, checksum in enumerate(entry.chunks)
+        )
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    file: str
+    offset: int
+    size_bytes: int
+    checksum: str
 
 
 def digest_of(manifest: bytes) -> str:
@@ -117,16 +138,31 @@ def copy_surroundings(source: Path, target: Path) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the snapshot folder `path`. Raises SnapshotTorn."""
     try:
-        plain = cast(dict[str, Any], json.loads((path / MANIFEST).read_bytes()))
-        if plain["format"] != _FORMAT:
-            raise SnapshotTorn(f"{path.name}: manifest format {plain['format']!r} is not {_FORMAT}")
-        files = cast(dict[str, dict[str, Any]], plain["files"])
-        entries = tuple(FileEntry(name, int(e["bytes"]), str(e["xxh3_128"])) for name, e in sorted(files.items()))
-        return Manifest(int(plain["version"]), entries)
+        return parse_manifest((path / MANIFEST).read_bytes(), path.name)
     except OSError as error:
         raise SnapshotTorn(f"{path.name}: {MANIFEST} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SnapshotTorn(f"{path.name}: {MANIFEST} is not a manifest ({error!r})") from error
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Raises SnapshotTorn for anything that `Manifest.to_bytes` does not give; `where` names what it is of."""
+    try:
+        plain = cast(dict[str, Any], json.loads(content))
+        if plain["format"] != _FORMAT:
+            raise SnapshotTorn(f"{where}: manifest format {plain['format']!r} is not {_FORMAT}")
+        files = cast(dict[str, dict[str, Any]], plain["files"])
+        entries = tuple(
+            FileEntry(name, int(e["bytes"]), str(e["xxh3_128"]), tuple(map(str, e["chunks"])))
+            for name, e in sorted(files.items())
+        )
+        manifest = Manifest(int(plain["version"]), entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SnapshotTorn(f"{where}: {MANIFEST} is not a manifest ({error!r})") from error
+    for entry in entries:
+        if entry.name in ("", ".", "..", MANIFEST) or "/" in entry.name or "\0" in entry.name:
+            raise SnapshotTorn(f"{where}: {MANIFEST} names {entry.name!r}, which is no file of a snapshot")
+        if len(entry.chunks) != -(-entry.size_bytes // CHUNK_BYTES) or entry.size_bytes < 0:
+            raise SnapshotTorn(f"{where}: {MANIFEST} has {len(entry.chunks)} chunks of {entry.name}")
+    return manifest
 
 
 def verify(path: Path, digest: str = "") -> Manifest:

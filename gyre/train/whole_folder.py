@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,8 @@ import xxhash
 
 from gyre.errors import StorageFull
 
+CHUNK_BYTES = 4 * 1024 * 1024
 _UNFINISHED = ".unfinished-"
-_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class FileEntry:
     name: str
     size_bytes: int
     xxh3_128: str
+    chunks: tuple[str, ...] = ()
+    """The checksum of each part of CHUNK_BYTES, where parts travel by themselves."""
 
 
 def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
@@ -38,21 +41,37 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        fill(unfinished)
+        with storage_full_told(path):
+            fill(unfinished)
+            commit(unfinished, path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def commit(unfinished: Path, path: Path) -> None:
+    """Have the folder `unfinished`, which lies beside it, in the place of the folder `path`."""
+    old = path.parent / f"{_UNFINISHED}{path.name}-{os.getpid()}-old"
+    try:
         for file in unfinished.iterdir():
             _sync(file)
         _sync(unfinished)
         if path.exists():
-            os.rename(path, path.parent / f"{unfinished.name}-old")
+            os.rename(path, old)
         os.rename(unfinished, path)
         _sync(path.parent)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def storage_full_told(path: Path) -> Generator[None]:
+    """Raise StorageFull for a disk that has no room for the folder `path`."""
+    try:
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(f"{path.parent.name}/{path.name} could not be written: {error.strerror}") from error
         raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(path.parent / f"{unfinished.name}-old", ignore_errors=True)
 
 
 def remove_whole(path: Path) -> None:
@@ -70,8 +89,8 @@ def clear_unfinished(parent: Path) -> None:
 
 
 def list_entries(folder: Path) -> tuple[FileEntry, ...]:
-    """Every file of the folder with its size and checksum, by name."""
-    return tuple(FileEntry(file.name, file.stat().st_size, _checksum(file)) for file in sorted(folder.iterdir()))
+    """Every file of the folder with its size and checksums, by name."""
+    return tuple(FileEntry(file.name, file.stat().st_size, *_checksums(file)) for file in sorted(folder.iterdir()))
 
 
 def first_fault(folder: Path, entries: Iterable[FileEntry]) -> str:
@@ -82,17 +101,24 @@ def first_fault(folder: Path, entries: Iterable[FileEntry]) -> str:
         if size_bytes != entry.size_bytes:
             what = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
             return f"{entry.name} {what}, {entry.size_bytes} bytes are expected"
-        if _checksum(file) != entry.xxh3_128:
+        if _checksums(file)[0] != entry.xxh3_128:
             return f"{entry.name} does not match its checksum"
     return ""
 
 
-def _checksum(file: Path) -> str:
-    state = xxhash.xxh3_128()
+def _checksums(file: Path) -> tuple[str, tuple[str, ...]]:
+    """Of the whole, and of each chunk."""
+    whole = xxhash.xxh3_128()
+    chunks: list[str] = []
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+        while chunk := stream.read(CHUNK_BYTES):
+            whole.update(chunk)
+            chunks.append(chunk_checksum(chunk))
+    return whole.hexdigest(), tuple(chunks)
+
+
+def chunk_checksum(chunk: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(chunk)
 
 
 def _sync(path: Path) -> None:

@@ -70,6 +70,19 @@ def test_an_unfinished_job_is_not_overwritten_but_resumed(job_file: Path) -> Non
     assert (spec.job.seed, spec.job.steps) == (5, 9)  # what it was begun with, but for what is asked now
 
 
+def test_what_is_staged_in_shared_memory_is_of_the_job_that_goes_on_and_of_no_other(job_file: Path) -> None:
+    job, _ = prepare(options(job_file))
+    job.staging.mkdir(mode=0o700)
+    try:
+        prepare(options(job_file, resume=True))
+        assert job.staging.is_dir()
+        job.job_file.unlink()
+        assert prepare(options(job_file))[0] == job
+        assert not job.staging.exists()
+    finally:
+        job.clear_staging()
+
+
 def test_a_job_that_has_ended_is_left_in_peace(job_file: Path, tmp_path: Path) -> None:
     first, _ = prepare(options(job_file))
     asyncio.run(end_job(first.root, JobState.FINISHED))

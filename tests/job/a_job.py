@@ -271,6 +271,7 @@ class Job:
             time.sleep(0.1)
         if self.up is not None:
             self.up.wait()
+        self.dir.clear_staging()
 
     # ------------------------------------------------------------------------------------------ what must hold of it
 

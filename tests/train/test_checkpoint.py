@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not used, and written beside training."""
+"""Checkpoints: whole or not used, staged before the step is answered, and brought to disk beside training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from gyre.train.checkpoint import (
     CheckpointTorn,
     Index,
     checkpoint_path,
+    copy_checkpoint,
     list_checkpoints,
     newest_fitting,
     read_moments,
@@ -50,7 +50,7 @@ def versions(checkpoints_dir: Path) -> list[int]:
 
 
 def fitting(checkpoints_dir: Path, version: int = 9) -> int:
-    found = newest_fitting(checkpoints_dir, version, "layout", lambda of: f"digest-{of}")
+    found = newest_fitting((checkpoints_dir,), version, "layout", lambda of: f"digest-{of}")
     return found[0].version if found else -1
 
 
@@ -171,115 +171,230 @@ def test_a_writer_killed_at_any_point_leaves_a_state_to_go_on_from(tmp_path: Pat
     assert torn > 0, "some kills came in the middle of a write"
 
 
-# ------------------------------------------------------------------------------------------------ beside training
+# ------------------------------------------------------------------------------------------------ shared memory, then disk
 
 
 class Disk:
     """Takes the place of the disk: each write waits for leave, and may fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[int] = []
         self.leave = threading.Semaphore(0)
         self.full = False
+        self._folder = folder
         self._began = threading.Condition()
+        monkeypatch.setattr(checkpoint_writer, "copy_checkpoint", self._copy)
         monkeypatch.setattr(checkpoint_writer, "write_checkpoint", self._write)
 
+    def _copy(self, source: Path, checkpoints_dir: Path) -> None:
+        self._take(int(source.name.removeprefix("c")))
+        copy_checkpoint(source, checkpoints_dir)
+
     def _write(self, checkpoint: Checkpoint, checkpoints_dir: Path) -> None:
+        if checkpoints_dir == self._folder:
+            self._take(checkpoint.version)
+        write_checkpoint(checkpoint, checkpoints_dir)
+
+    def _take(self, version: int) -> None:
         with self._began:
-            self.begun.append(checkpoint.version)
+            self.begun.append(version)
             self._began.notify_all()
         assert self.leave.acquire(timeout=SETTLE_S)
         if self.full:
-            raise StorageFull(f"c{checkpoint.version:08d} could not be written: No space left on device")
-        write_checkpoint(checkpoint, checkpoints_dir)
+            raise StorageFull(f"c{version:08d} could not be written: No space left on device")
 
     def wait_for(self, version: int) -> None:
         with self._began:
             assert self._began.wait_for(lambda: version in self.begun, SETTLE_S)
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+class Places:
+    """A writer's two folders; `staging` is its process's shared memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.disk, self.staging = folder / "checkpoints", folder / "staging"
+
+    def writer(self, **section: int) -> CheckpointWriter:
+        return CheckpointWriter(self.disk, self.staging, CheckpointSection(**section))
+
+    def fitting(self, version: int) -> int:
+        """What a fresh replica that holds snapshot `version` goes on from."""
+        with self.writer().places() as places:
+            found = newest_fitting(places, version, "layout", lambda of: f"digest-{of}")
+        return found[0].version if found else -1
 
 
 @pytest.fixture
-def writer_of(tmp_path: Path) -> Callable[..., CheckpointWriter]:
-    def make(**section: int) -> CheckpointWriter:
-        return CheckpointWriter(tmp_path / "checkpoints", CheckpointSection(**section))
-
-    return make
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
 
 
-def test_training_goes_on_while_one_is_written_and_the_newest_waits(
-    tmp_path: Path, disk: Disk, writer_of: Callable[..., CheckpointWriter]
-) -> None:
-    writer = writer_of()
+@pytest.fixture
+def disk(places: Places, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(places.disk, monkeypatch)
+
+
+def test_training_goes_on_while_one_is_written_and_the_newest_is_next(places: Places, disk: Disk) -> None:
+    writer = places.writer()
     writer.offer(small(1))
     disk.wait_for(1)
     for version in (2, 3, 4):
         writer.offer(small(version))
+        assert places.fitting(version) == version, "it is safe before it is on disk"
     assert not writer.settle(0.0)
     assert disk.begun == [1]
+    assert versions(places.staging) == [1, 3, 4], "the one being written, the newest, and that before it"
     for _ in range(2):
         disk.leave.release()
     assert writer.settle(SETTLE_S)
-    assert disk.begun == [1, 4], "a newer one takes the place of the one that waits"
-    assert versions(tmp_path / "checkpoints") == [1, 4]
+    assert disk.begun == [1, 4], "a newer one takes the place of those that wait"
+    assert versions(places.disk) == [1, 4]
     assert writer.metrics()["checkpoint_version"] == 4.0
+    assert places.staging.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_newest_are_kept(tmp_path: Path, writer_of: Callable[..., CheckpointWriter]) -> None:
-    writer = writer_of(keep=3)
+def test_the_newest_are_kept(places: Places) -> None:
+    writer = places.writer(keep=3)
     for version in range(1, 7):
         writer.offer(small(version))
         assert writer.settle(SETTLE_S)
-    assert versions(tmp_path / "checkpoints") == [4, 5, 6]
-    assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert versions(places.disk) == [4, 5, 6]
+    assert versions(places.staging) == []
+    assert not [path for path in places.disk.iterdir() if path.name.startswith(".")]
 
 
-def test_a_state_is_held_until_it_or_a_newer_one_is_on_disk(
-    tmp_path: Path, writer_of: Callable[..., CheckpointWriter]
+@pytest.mark.parametrize("every_steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("staging", ["there is room", "there is none"])
+def test_whenever_it_dies_a_step_can_be_gone_on_from_and_taken_again(
+    places: Places, every_steps: int, keep: int, staging: str
 ) -> None:
-    writer = writer_of(every_steps=2)
+    """Dead after a step: it was published, or was not. The next process goes on in both cases, and dies too."""
+    if staging == "there is none":
+        places.staging.write_text("no folder can be made here")
+    for version in range(1, 12):
+        writer = places.writer(every_steps=every_steps, keep=keep)
+        for again in (1, 2):  # the first was not published
+            writer.offer(small(version))
+            writer.settle(SETTLE_S)
+            assert places.fitting(version) == version, again
+            assert places.fitting(version - 1) == (version - 1 or -1), again
+        assert len(versions(places.disk)) <= max(keep, 2)
+        if staging == "there is room":
+            assert len(versions(places.staging)) <= 2
+
+
+def test_an_end_brings_all_to_disk_and_leaves_no_folder(places: Places) -> None:
+    writer = places.writer(every_steps=10)
+    for version in (1, 2, 3):
+        writer.offer(small(version))
+    assert versions(places.staging) == [2, 3], "the step to 3 may have to be taken again"
+    assert versions(places.disk) == []
+    (places.staging / ".unfinished-c00000009-1").mkdir()
+    assert writer.end(SETTLE_S)
+    assert versions(places.disk) == [2, 3]
+    assert not places.staging.exists()
+    writer.offer(small(4))
+    assert versions(places.disk) == [3, 4], "a step that ends after that goes straight to disk"
+    assert not places.staging.exists()
+
+
+def test_an_end_that_the_disk_has_no_room_for_leaves_the_staged_ones_to_be_gone_on_from(
+    places: Places, disk: Disk
+) -> None:
+    disk.full = True
+    disk.leave.release()
+    writer = places.writer(every_steps=10)
     writer.offer(small(1))
-    assert writer.settle(SETTLE_S)
-    assert writer.held(1, "digest-1") is not None, "it was not its turn"
-    assert writer.held(1, "digest-of-another") is None
+    assert writer.end(SETTLE_S)
+    assert versions(places.staging) == [1]
+    assert places.fitting(1) == 1
+
+
+def test_a_torn_staged_one_has_the_one_before_it_in_its_place_and_is_not_brought(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = places.writer(every_steps=10)
+    for version in (1, 2):
+        writer.offer(small(version))
+    file = checkpoint_path(places.staging, 2) / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert places.fitting(2) == 1
+    assert writer.end(SETTLE_S)
+    assert versions(places.disk) == [1]
+    assert not places.staging.exists()
+    assert "staged checkpoint c00000002: optimizer.safetensors has" in caplog.messages[-1]
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(small(1), places.staging)
+    places.staging.chmod(0o755)
+    assert places.fitting(1) == -1
+    writer = places.writer()
     writer.offer(small(2))
-    assert writer.settle(SETTLE_S)
-    assert writer.held(1, "digest-1") is None
-    assert writer.held(2, "digest-2") is None
-    assert versions(tmp_path / "checkpoints") == [2]
+    assert versions(places.disk) == [2], "the answer waited for the disk"
+    assert "it must be a folder of this user's with mode 0700" in caplog.text
 
 
+def test_where_there_is_no_shared_memory_the_answer_waits_for_the_disk_whatever_the_turn(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    places.staging.write_text("no folder can be made here")
+    writer = places.writer(every_steps=10)
+    for version in (1, 2, 3):
+        writer.offer(small(version))
+        assert versions(places.disk)[-1] == version
+        assert writer.held(version, f"digest-{version}") is None
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "checkpoint c00000001 cannot be staged in shared memory"
+    ]
+
+
+def test_a_state_is_held_in_memory_where_neither_takes_it(places: Places, disk: Disk) -> None:
+    places.staging.write_text("no folder can be made here")
+    disk.full = True
+    disk.leave.release()
+    writer = places.writer()
+    writer.offer(small(1))
+    assert writer.held(1, "digest-1") is not None
+    assert writer.held(1, "digest-of-another") is None
+    disk.full = False
+    disk.leave.release()
+    assert writer.end(SETTLE_S), "the end tries once more"
+    assert versions(places.disk) == [1]
+
+
+@pytest.mark.parametrize(("staged", "who"), [(True, "machine"), (False, "replica")])
 def test_a_full_disk_is_one_warning_and_a_metric_until_it_has_room(
-    tmp_path: Path, disk: Disk, writer_of: Callable[..., CheckpointWriter], caplog: pytest.LogCaptureFixture
+    places: Places, disk: Disk, caplog: pytest.LogCaptureFixture, staged: bool, who: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    writer = writer_of()
+    if not staged:
+        places.staging.write_text("no folder can be made here")
+    writer = places.writer()
     for version, full in ((1, False), (2, True), (3, True), (4, False)):
         disk.full = full
         disk.leave.release()
         writer.offer(small(version))
         assert writer.settle(SETTLE_S)
-        assert (writer.held(version, f"digest-{version}") is not None) == full
+        assert (writer.held(version, f"digest-{version}") is not None) == (full and not staged)
         assert writer.metrics()["checkpoint_failures"] == {1: 0, 2: 1, 3: 2, 4: 0}[version]
-    assert [record.getMessage() for record in caplog.records] == [
-        "there is no checkpoint of version 2 (c00000002 could not be written: No space left on device); training goes "
-        "on and later ones are tried, but a replica that dies now begins the optimizer's state from version 1",
+    assert [record.getMessage() for record in caplog.records if "staged" not in record.getMessage()] == [
+        "there is no checkpoint of version 2 on disk (c00000002 could not be written: No space left on device); training "
+        f"goes on and later ones are tried, but a {who} that dies now begins the optimizer's state from version 1",
         "checkpoint c00000004 is on disk: checkpoints are written again",
     ]
-    assert versions(tmp_path / "checkpoints") == [1, 4]
+    assert versions(places.disk) == [1, 4]
 
 
-def test_what_a_killed_writer_left_is_cleared_by_the_next(
-    tmp_path: Path, writer_of: Callable[..., CheckpointWriter]
-) -> None:
-    left = tmp_path / "checkpoints" / ".unfinished-c00000003-1"
-    left.mkdir(parents=True)
-    writer = writer_of()
-    assert left.is_dir(), "a satellite's writer touches nothing"
+def test_what_a_killed_writer_left_is_cleared_by_the_next(places: Places) -> None:
+    left = places.disk / ".unfinished-c00000003-1", places.staging / ".unfinished-c00000003-1"
+    for folder in left:
+        folder.mkdir(parents=True)
+    places.staging.chmod(0o700)
+    writer = places.writer()
+    assert all(folder.is_dir() for folder in left), "a satellite's writer touches nothing"
     writer.offer(small(3))
     assert writer.settle(SETTLE_S)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["c00000003"]
+    assert [path.name for path in places.disk.iterdir()] == ["c00000003"]
+    assert list(places.staging.iterdir()) == []

@@ -253,6 +253,27 @@ def test_a_replica_that_reloads_goes_on_as_if_it_had_never_stopped(job: Job) -> 
     assert torch.equal(job.update(3), expected)
 
 
+def test_a_replica_that_reloads_before_its_checkpoint_is_on_disk_has_it_from_shared_memory(
+    job: Job, tmp_path: Path
+) -> None:
+    whole = job.replica(checkpoints="whole")
+    config = dataclasses.replace(CONFIG, checkpoint=CheckpointSection(every_steps=10))
+    replica = Replica(job.model_dir, config, job.checkpoints_dir, tmp_path / "staging")
+    replica.load(job.first, 0)
+    for version in (1, 2, 3):
+        job.whole_step(whole, version, folder="whole")
+        assert job.whole_step(replica, version).metrics["moments_behind"] == 0.0
+        replica.offload()
+        change_a_byte(
+            snapshot_path(job.snapshots_dir, version) / "model.safetensors"
+        )  # nor need its weights be on disk
+        replica.load(snapshot_path(job.snapshots_dir, version), version)
+    job.whole_step(whole, 4, folder="whole")
+    job.whole_step(replica, 4)
+    assert torch.equal(job.update(4), job.update(4, "whole"))
+    assert list_checkpoints(job.checkpoints_dir) == []
+
+
 def test_without_the_newest_checkpoint_the_weights_are_the_snapshots_and_the_moments_those_before(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:

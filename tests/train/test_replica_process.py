@@ -1,4 +1,4 @@
-"""The core's replica as a real process that is killed: the next one goes on from what is on disk."""
+"""The core's replica as a real process that is killed: the next one goes on as if it had not been."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -58,22 +59,58 @@ class Gateway(Actor):
         return Lineages((self._lineages[message.run],))
 
 
+class Zygote:
+    """Starts replica processes (replica_zygote.py)."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, before: tuple[str, ...], argv: tuple[str, ...], log: Path) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"before": before, "argv": argv, "log": str(log)}), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    program = Path(__file__).with_name("replica_zygote.py")
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Zygote(process)
+
+
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def wait_for_end(pid: int) -> None:
+    until_s = time.monotonic() + ASK_S
+    while not has_ended(pid):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 class Core:
     """The core's replica of one job, in its own folder, started and killed as a cell would."""
 
-    def __init__(self, folder: Path, model_dir: Path, gateway: str, **section: int) -> None:
+    def __init__(self, folder: Path, model_dir: Path, gateway: str, zygote: Zygote, **section: int) -> None:
         folder.mkdir()
+        self._zygote = zygote
         self._gateway = gateway
         self._section = section
         self._model_dir = model_dir
         self.log = folder / "replica.log"
         self.snapshots_dir, self.checkpoints_dir = folder / "snapshots", folder / "checkpoints"
         self.checkpoints_dir.mkdir()
+        self.staging_dir = folder / "staging"
+        """On a disk, where tests do not mind: what counts is that it outlives the process."""
         make_first_snapshot(model_dir, self.snapshots_dir)
         self._address = f"unix:{folder}/replica.sock"
         self._secret_file = folder / "secret"
         self._secret_file.write_text(SECRET)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
         self._ref: RemoteRef | None = None
 
     async def start(self, version: int, before: tuple[str, ...] = ()) -> None:
@@ -84,13 +121,13 @@ class Core:
             "optimizer": OptimizerSection(lr=LR, eps=1e-6).model_dump(mode="json"),
             "checkpoint": CheckpointSection(**self._section).model_dump(mode="json"),
             "checkpoints_dir": str(self.checkpoints_dir),
+            "staging_dir": str(self.staging_dir),
             "temperature": 1.0,
             "micro_batch_tokens": 64,
             "threads": 1,
         }
-        module = ("-m", "gyre.actors.replica_process", self._address, str(self._secret_file), json.dumps(config))
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen([*before, sys.executable, *module], stdout=log, stderr=log)
+        argv = (self._address, str(self._secret_file), json.dumps(config))
+        self._pid = self._zygote.start(before, argv, self.log)
         self._ref = connect(self._address, SECRET)
         async with asyncio.timeout(START_S):
             while True:
@@ -98,17 +135,17 @@ class Core:
                     await self._ref.ask(Ping(), 5.0, Ok)
                     break
                 except Unavailable:
-                    assert self._process.poll() is None, self.log.read_text()
+                    assert not has_ended(self._pid), self.log.read_text()
                     await asyncio.sleep(0.05)
         await self._ref.ask(LoadSnapshot(str(snapshot_path(self.snapshots_dir, version)), version), ASK_S, Ready)
 
     async def end(self, number: signal.Signals) -> None:
-        if self._process is not None:
+        if self._pid:
             assert self._ref is not None
             await self._ref.close()
-            os.kill(self._process.pid, number)
-            await asyncio.to_thread(self._process.wait, ASK_S)
-            self._process = None
+            os.kill(self._pid, number)
+            await asyncio.to_thread(wait_for_end, self._pid)
+            self._pid = 0
 
     async def step(self, version: int) -> StepDone:
         """One batch, to `version`: the same runs, with other advantages each time."""
@@ -140,14 +177,14 @@ MakeCore = Callable[..., Core]
 
 @pytest.fixture
 async def make_core(
-    tmp_path: Path, make_model: Callable[..., Path], make_lineage: Callable[..., Lineage]
+    tmp_path: Path, make_model: Callable[..., Path], make_lineage: Callable[..., Lineage], zygote: Zygote
 ) -> AsyncIterator[MakeCore]:
     model_dir = make_model()
     lineages = {RunId(run): make_lineage(run) for run in RUNS}
     made: list[Core] = []
 
     def make(name: str, **section: int) -> Core:
-        made.append(Core(tmp_path / name, model_dir, server.address, **section))
+        made.append(Core(tmp_path / name, model_dir, server.address, zygote, **section))
         return made[-1]
 
     async with ActorSystem.running("test") as system:
@@ -167,46 +204,93 @@ async def running(
     await core.end(number)
 
 
-async def test_a_job_whose_replica_is_killed_trains_as_one_whose_replica_is_not(make_core: MakeCore) -> None:
-    whole, hurt = make_core("whole"), make_core("hurt")
+STEPS = 6
+
+
+@pytest.mark.parametrize("every_steps", [1, 2])
+async def test_a_replica_killed_at_every_step_trains_as_one_that_is_not(make_core: MakeCore, every_steps: int) -> None:
+    whole, hurt = make_core("whole"), make_core("hurt", every_steps=every_steps)
     async with running(whole, 0, signal.SIGTERM):
-        for version in range(1, 7):
+        for version in range(1, STEPS + 1):
             await whole.step(version)
+    for version in range(1, STEPS + 1):
+        async with running(hurt, version - 1, signal.SIGKILL):
+            done = await hurt.step(version)
+        assert done.metrics["moments_behind"] == 0.0
+    assert (whole.weights(STEPS) - hurt.weights(STEPS)).abs().max() <= 1e-6
+    assert (whole.weights(STEPS) - whole.weights(STEPS - 1)).abs().max() > 1e-3, "a step is more than that"
+    if every_steps == 2:
+        assert STEPS - 1 not in [version for version, _ in list_checkpoints(hurt.checkpoints_dir)], (
+            "it never came there"
+        )
 
-    async with running(hurt, 0, signal.SIGKILL):
-        for version in (1, 2):
-            await hurt.step(version)
-        await hurt.checkpointed(2)
-    async with running(hurt, 2, signal.SIGTERM):  # told to end, it ends what it writes first
-        for version in (3, 4, 5, 6):
-            assert (await hurt.step(version)).metrics["moments_behind"] == 0.0
-    assert (whole.weights(6) - hurt.weights(6)).abs().max() <= 1e-6
-    assert (whole.weights(6) - whole.weights(5)).abs().max() > 1e-3, "a step is more than that"
-    assert [version for version, _ in list_checkpoints(hurt.checkpoints_dir)] == [5, 6]
 
-
-async def test_a_replica_killed_before_its_checkpoint_goes_on_from_published_weights_and_the_moments_before(
+async def test_a_step_whose_replica_is_killed_before_it_is_published_is_taken_again_to_the_same_weights(
     make_core: MakeCore,
 ) -> None:
-    core = make_core("core", every_steps=2)
+    core = make_core("core", every_steps=10)
+    taken: list[torch.Tensor] = []
+    for version in (1, 2, 2):
+        async with running(core, version - 1, signal.SIGKILL):
+            assert (await core.step(version)).metrics["moments_behind"] == 0.0
+            taken.append(core.weights(version))
+    assert torch.equal(taken[1], taken[2])
+
+
+async def test_a_clean_end_leaves_the_newest_on_disk_and_nothing_in_shared_memory(make_core: MakeCore) -> None:
+    core = make_core("core", every_steps=10)
+    async with running(core, 0, signal.SIGKILL):
+        for version in (1, 2, 3):
+            await core.step(version)
+    assert [version for version, _ in list_checkpoints(core.staging_dir)] == [2, 3]
+    assert list_checkpoints(core.checkpoints_dir) == []
+    async with running(core, 3, signal.SIGTERM):  # ended before it has taken a step
+        pass
+    assert not core.staging_dir.exists()
+    assert [version for version, _ in list_checkpoints(core.checkpoints_dir)] == [2, 3]
+    async with running(core, 3, signal.SIGTERM):
+        assert (await core.step(4)).metrics["moments_behind"] == 0.0
+    assert not core.staging_dir.exists()
+    assert [version for version, _ in list_checkpoints(core.checkpoints_dir)] == [3, 4]
+
+
+async def test_what_is_staged_and_torn_has_the_one_before_it_in_its_place(make_core: MakeCore) -> None:
+    core = make_core("core", every_steps=10)
     async with running(core, 0, signal.SIGKILL):
         for version in (1, 2):
             await core.step(version)
-        await core.checkpointed(2)
-        await core.step(3)
-    async with running(core, 3, signal.SIGTERM):
-        done = await core.step(4)
-    assert (done.version, done.metrics["moments_behind"]) == (4, 1.0)
-    assert "there is no checkpoint of version 3: weights are the snapshot's" in core.log.read_text()
-    assert [version for version, _ in list_checkpoints(core.checkpoints_dir)] == [2, 4]
+    (core.staging_dir / "c00000002" / "optimizer.safetensors").write_bytes(b"cut short")
+    async with running(core, 2, signal.SIGTERM):
+        done = await core.step(3)
+    assert done.metrics["moments_behind"] == 1.0
+    log = core.log.read_text()
+    assert "checkpoint c00000002: optimizer.safetensors has 9 bytes" in log
+    assert "there is no checkpoint of version 2: weights are the snapshot's" in log
 
 
-async def test_a_disk_without_room_for_a_checkpoint_stops_no_training(make_core: MakeCore) -> None:
+def own_disk(folder: Path, size: str) -> tuple[str, ...]:
+    """The command in front of a process that has a real disk of its own, of that size, at `folder`."""
+    mount = f'mount -t tmpfs -o mode=0700,size={size} tmpfs "$0" && exec "$@"'
+    return ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder))
+
+
+async def test_where_shared_memory_has_no_room_the_answer_waits_for_the_disk(make_core: MakeCore) -> None:
+    core = make_core("core", every_steps=10)
+    core.staging_dir.mkdir(mode=0o700)
+    for version in (1, 2):
+        async with running(core, version - 1, signal.SIGKILL, own_disk(core.staging_dir, "64k")):
+            assert (await core.step(version)).metrics["moments_behind"] == 0.0
+        assert [found for found, _ in list_checkpoints(core.checkpoints_dir)][-1] == version
+    assert "c00000002 could not be written: No space left on device); its step and the next" in core.log.read_text()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+async def test_a_disk_without_room_for_a_checkpoint_stops_no_training(make_core: MakeCore, staged: bool) -> None:
     """On a real disk of its own that has room for half of one."""
     full = make_core("full")
-    mount = 'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"'
-    before = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(full.checkpoints_dir))
-    async with running(full, 0, signal.SIGTERM, before):
+    if not staged:
+        full.staging_dir.write_text("no folder can be made here")
+    async with running(full, 0, signal.SIGTERM, own_disk(full.checkpoints_dir, "64k")):
         for version in (1, 2, 3):
             done = await full.step(version)
     assert done.version == 3
@@ -214,3 +298,4 @@ async def test_a_disk_without_room_for_a_checkpoint_stops_no_training(make_core:
     assert done.metrics["checkpoint_version"] == -1.0
     log = full.log.read_text()
     assert log.count("could not be written: No space left on device); training goes on") == 1
+    assert [version for version, _ in list_checkpoints(full.staging_dir)] == ([2, 3] if staged else [])

@@ -26,7 +26,7 @@ from gyre.train.snapshot import (
     verify,
     write_snapshot,
 )
-from gyre.train.whole_folder import clear_unfinished
+from gyre.train.whole_folder import CHUNK_BYTES, chunk_checksum, clear_unfinished
 
 
 def write(snapshots_dir: Path, version: int, content: bytes = b"weights") -> str:
@@ -119,18 +119,40 @@ def test_the_newest_complete_snapshot_skips_torn_and_misnamed_ones(tmp_path: Pat
     assert newest_complete(tmp_path / "nowhere") is None
 
 
+def test_the_chunks_of_a_manifest_are_all_its_bytes_in_order(tmp_path: Path) -> None:
+    content = bytes(range(256)) * (CHUNK_BYTES // 256) + b"and a little more"
+    write(tmp_path, 1, content)
+    path = snapshot_path(tmp_path, 1)
+    chunks = read_manifest(path).chunks
+    assert [(chunk.file, chunk.offset, chunk.size_bytes) for chunk in chunks] == [
+        ("config.json", 0, 2),
+        ("model.safetensors", 0, CHUNK_BYTES),
+        ("model.safetensors", CHUNK_BYTES, 17),
+    ]
+    for chunk in chunks:
+        part = (path / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.size_bytes]
+        assert chunk_checksum(part) == chunk.checksum
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
         "",
         "[]",
         "{}",
-        '{"format": 2, "version": 1, "files": {}}',
-        '{"format": 1, "version": 1, "files": {"a": 1}}',
-        '{"format": 1, "version": "one", "files": {}}',
+        '{"format": 1, "version": 1, "files": {}}',
+        '{"format": 2, "version": 1, "files": {"a": 1}}',
+        '{"format": 2, "version": "one", "files": {}}',
+        '{"format": 2, "version": 1, "files": {"a": {"bytes": 1, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"a": {"bytes": -1, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"../a": {"bytes": 0, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"/etc/a": {"bytes": 0, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"..": {"bytes": 0, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"": {"bytes": 0, "xxh3_128": "", "chunks": []}}}',
+        '{"format": 2, "version": 1, "files": {"manifest.json": {"bytes": 0, "xxh3_128": "", "chunks": []}}}',
     ],
 )
-def test_a_manifest_that_is_none_is_torn(tmp_path: Path, manifest: str) -> None:
+def test_a_manifest_that_is_none_or_names_what_lies_elsewhere_is_torn(tmp_path: Path, manifest: str) -> None:
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(SnapshotTorn, match="manifest"):
         read_manifest(tmp_path)

@@ -30,7 +30,7 @@ def state(version: int) -> Checkpoint:
 
 def check(checkpoints_dir: Path) -> int:
     """The version gone on from, after all of it was found to be of that version; -1 when there is none."""
-    found = newest_fitting(checkpoints_dir, 10**6, "layout", lambda version: f"digest-{version}")
+    found = newest_fitting((checkpoints_dir,), 10**6, "layout", lambda version: f"digest-{version}")
     if found is None:
         return -1
     index, path = found
