@@ -1,7 +1,7 @@
 """The two processes that bench_proxy.py measures between: `python proxy_process.py engine|gateway READY_FILE [FOLDER MODEL URL]`.
 
-The engine answers at once: it samples nothing, and has all the tokens that it is asked for in its first event. The
-gateway is the real one, on one core.
+The engine answers at once: it samples nothing, and has all the tokens that it is asked for in its first event; but those
+of an answer of `STREAMED_TOKENS` come one by one, as a model samples them. The gateway is the real one, on one core.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from aiohttp import web
 
 from gyre.actors.messages import EngineRoute, OpenRun, SetRoutes
 from gyre.ids import CellId, GroupId, RunId
+from gyre.proxy.collector import calm_collector
 from gyre.proxy.gateway import Gateway, GatewayConfig
 
 TOKEN = 40
 """Any token that is text."""
 CONTEXT_TOKENS = 1_000_000
 RUNS = 500
+STREAMED_TOKENS = 256
+TOKEN_S = 0.005
+_INTERVAL = re.compile(rb'"stream_interval": ?(\d+)')
 _COUNT = re.compile(rb'"max_new_tokens": ?(\d+)')
 
 
@@ -32,9 +36,13 @@ async def engine(ready: Path) -> None:
 
     async def generate(request: web.Request) -> web.StreamResponse:
         # Behind the ids: reading a million of them is the engine's cost, and not what is measured.
-        found = _COUNT.search((await request.read())[-600:])
+        end = (await request.read())[-600:]
+        found = _COUNT.search(end)
         assert found is not None
         count = int(found[1])
+        if count == STREAMED_TOKENS:
+            interval = _INTERVAL.search(end)
+            return await _stream(request, count, int(interval[1]) if interval else 1)
         data = answers.get(count) or answers.setdefault(count, _answer(count))
         return web.Response(body=data, headers={"Content-Type": "text/event-stream"})
 
@@ -43,17 +51,34 @@ async def engine(ready: Path) -> None:
     await _serve(app, ready)
 
 
+async def _stream(request: web.Request, count: int, interval: int) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    sent = 0
+    for made in range(1, count + 1):
+        await asyncio.sleep(TOKEN_S)
+        if made in (1, count) or made % interval == 0:
+            await response.write(_event(made - sent, made, whole=made == count))
+            sent = made
+    await response.write_eof(b"data: [DONE]\n\n")
+    return response
+
+
 def _answer(count: int) -> bytes:
+    return _event(count, count, whole=True) + b"data: [DONE]\n\n"
+
+
+def _event(new: int, made: int, *, whole: bool) -> bytes:
     meta = {
-        "finish_reason": {"type": "length", "length": count},
+        "finish_reason": {"type": "length", "length": made} if whole else None,
         "prompt_tokens": 1,
-        "completion_tokens": count,
+        "completion_tokens": made,
         "cached_tokens": 0,
         "weight_version": "0",
-        "output_token_logprobs": [[-0.5, TOKEN, None]] * count,
+        "output_token_logprobs": [[-0.5, TOKEN, None]] * new,
     }
-    event = json.dumps({"text": "", "output_ids": [TOKEN] * count, "meta_info": meta})
-    return f"data: {event}\n\ndata: [DONE]\n\n".encode()
+    event = json.dumps({"text": "", "output_ids": [TOKEN] * new, "meta_info": meta})
+    return f"data: {event}\n\n".encode()
 
 
 async def gateway(ready: Path, folder: Path, model: Path, url: str) -> None:
@@ -61,6 +86,7 @@ async def gateway(ready: Path, folder: Path, model: Path, url: str) -> None:
     config = GatewayConfig(folder / "journal", folder / "trajectories", model, CONTEXT_TOKENS, fsync=False)
     served = Gateway(config)
     await served.start()
+    calm_collector()
     await served.set_routes(SetRoutes(0, (EngineRoute(CellId("c0"), url, 0, accepting=True, slots=RUNS),)))
     for place in range(RUNS):
         run, group = RunId(f"r{place}"), GroupId(f"g{place // 16}")

@@ -9,5 +9,5 @@ pytest_plugins = ("cluster.fixtures",)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interop", action="store_true", help="drive all five harnesses in tests/interop, not only three")
-    parser.addoption("--sim", type=int, default=250, metavar="N", help="play N seeds of the simulation in tests/sim")
+    parser.addoption("--sim", type=int, default=1000, metavar="N", help="play N seeds of the simulation in tests/sim")
     parser.addoption("--sim-seed", type=int, metavar="SEED", help="play this seed of the simulation and say all of it")

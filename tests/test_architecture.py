@@ -25,7 +25,7 @@ ALLOWED = {
 }
 """Which packages each may import, beside the modules at the top, gyre.telemetry, and the messages."""
 
-EVERYWHERE = {"ids", "errors", "wire", "config", "children", "jobdir", "telemetry"}
+EVERYWHERE = {"ids", "errors", "wire", "config", "children", "credentials", "jobdir", "telemetry"}
 LAZY = {("harness", "demo")}
 """Imports inside a function, for what a job file names as builtin."""
 

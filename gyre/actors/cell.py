@@ -24,6 +24,7 @@ from gyre.actors.messages import (
     DrainReport,
     EngineRoute,
     GetCellStatus,
+    GetRoute,
     GiveBack,
     JobFailed,
     Ok,
@@ -35,7 +36,7 @@ from gyre.actors.runtime import Actor, Ref, handles
 from gyre.actors.site import Site
 from gyre.actors.switch_log import SwitchLog
 from gyre.children import Child
-from gyre.errors import GyreError, Unavailable
+from gyre.errors import GyreError, Refused, Unavailable
 from gyre.ids import CellId
 from gyre.sched import cell as role
 from gyre.sched.role import step
@@ -322,14 +323,22 @@ class CellActor(Actor):
     # ------------------------------------------------------------------------------------------ what is told
 
     async def _route(self) -> None:
-        route = EngineRoute(
+        await self._insist(self._site.gateway, RouteChanged(self._as_routed()))
+
+    def _as_routed(self) -> EngineRoute:
+        return EngineRoute(
             cell=self._cell,
             url=self._processes.engine_url,
             version=self._state.engine_version,
             accepting=self._accepting,
             slots=self._site.spec.cells.slots,
         )
-        await self._insist(self._site.gateway, RouteChanged(route))
+
+    @handles(GetRoute)
+    async def route(self, _: GetRoute) -> EngineRoute:
+        if not self._processes.engine_url:
+            raise Refused(f"{self._cell} has no engine yet, and will tell of it")
+        return self._as_routed()
 
     async def _close_left_route(self) -> None:
         """The gateway may go by what an earlier life of ours told it, and that engine is to be ended."""

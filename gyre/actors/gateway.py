@@ -20,8 +20,10 @@ from gyre.actors.messages import (
     CloseRun,
     DrainEngine,
     DrainReport,
+    EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
+    GetRoute,
     JobFailed,
     Ok,
     OpenRun,
@@ -34,6 +36,7 @@ from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
 from gyre.errors import GyreError, Refused, Unavailable
+from gyre.ids import CellId
 from gyre.store.records import SnapshotRecord
 from gyre.trajectory.records import RunTrace
 from gyre.wire import record
@@ -48,6 +51,8 @@ TELL_S = 300.0
 DRAIN_S = 120.0
 CLOSE_S = 300.0
 RETRY_S = 0.2
+HEAR_S = 1.0
+"""Between one question for a cell's route and the next."""
 RESTART_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 START_TRIES = 5
@@ -83,6 +88,9 @@ class GatewayActor(Actor):
             self._follow(child)
         else:
             await self._start()
+        for cell in self._site.cells:
+            if cell not in self._site.routes and f"cell-{cell}" in self._site.refs:
+                self.task(self._hear_route(cell))
 
     async def post_stop(self) -> None:
         await self._remote.close()
@@ -197,13 +205,28 @@ class GatewayActor(Actor):
         async with self._telling:
             await self._ask(SetRoutes(self._version, tuple(self._site.routes.values())), deadline_s, Ok)
 
+    async def _hear_route(self, cell: CellId) -> None:
+        """A cell that outlived the gyred here has told its route to the one before, and would not tell it again."""
+        routes = self._site.routes
+        while cell not in routes:
+            try:
+                found = await self._site.cell(cell).ask(GetRoute(), ASK_S, EngineRoute)
+            except GyreError:
+                await asyncio.sleep(HEAR_S)
+                continue
+            if cell not in routes:  # else it has told of a later one meanwhile
+                await self._go_by(found)
+
     @handles(RouteChanged, concurrent=True)
     async def route_changed(self, message: RouteChanged) -> Ok:
-        self._site.routes[message.route.cell] = message.route
-        await self._tell_routes(TELL_S)
-        if message.route.accepting:
-            self._site.serving.set()
+        await self._go_by(message.route)
         return Ok()
+
+    async def _go_by(self, route: EngineRoute) -> None:
+        self._site.routes[route.cell] = route
+        await self._tell_routes(TELL_S)
+        if route.accepting:
+            self._site.serving.set()
 
     @handles(Authority, concurrent=True)
     async def authority(self, message: Authority) -> None:

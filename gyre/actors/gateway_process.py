@@ -34,8 +34,9 @@ from gyre.actors.messages import (
 from gyre.actors.remote import connect, serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.engine.access import http_key
-from gyre.errors import GyreError
+from gyre.errors import GyreError, Refused
 from gyre.jobdir import key_for
+from gyre.proxy.collector import calm_collector
 from gyre.proxy.gateway import Gateway, GatewayConfig
 from gyre.trajectory.records import RunTrace
 
@@ -57,6 +58,8 @@ class GatewayFront(Actor):
 
     @handles(DrainEngine, concurrent=True)
     async def drain(self, message: DrainEngine) -> DrainReport:
+        if self._gateway.accepts(message.cell):  # a cell that is to be drained has said before that it takes none
+            raise Refused(f"{message.cell} has opened again: the order to drain it was held up")
         return await self._gateway.drain(message)
 
     @handles(OpenRun, concurrent=True)
@@ -91,6 +94,7 @@ async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
         settings = GatewayConfig(**folders, **config, engine_key=http_key(secret), metrics_key=metrics_key)
         gateway = Gateway(settings, peer)
         await gateway.start()
+        calm_collector()
         stack.push_async_callback(gateway.stop)
         system = await stack.enter_async_context(ActorSystem.running("gateway"))
         front = system.spawn("front", lambda: GatewayFront(gateway))

@@ -296,6 +296,12 @@ class Authority:
     path: str
 
 
+@record("get_route")
+@dataclass(frozen=True)
+class GetRoute:
+    """Gateway actor to cell: how may your engine be used now? -> EngineRoute; Refused while there is no engine."""
+
+
 @record("route_changed")
 @dataclass(frozen=True)
 class RouteChanged:

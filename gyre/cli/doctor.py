@@ -27,6 +27,7 @@ from gyre.errors import BadInput, GyreError
 from gyre.harness.confine import choose
 from gyre.harness.profiles import Settings, profile
 from gyre.jobdir import JobDir
+from gyre.kv_migrate import choice as transports
 from gyre.store.records import JobRecord, Keys
 from gyre.store.typed import versioned
 from gyre.train.snapshot import list_snapshots
@@ -37,7 +38,7 @@ PORT_S = 2.0
 
 async def examine(job: JobDir | None) -> list[Finding]:
     """Every finding, of the machine alone where there is no job."""
-    found = [*_training(), *_certificates(PKI)]
+    found = [*_training(), _transfer(), *_certificates(PKI)]
     if job is None:
         return [*found, _sandbox("auto"), _disk(Path.cwd(), 0)]
     try:
@@ -204,3 +205,12 @@ def _training() -> list[Finding]:
         else:
             found.append(Finding(module, State.OK, f"{package} {importlib.metadata.version(package)}"))
     return found
+
+
+def _transfer() -> Finding:
+    """What would carry KV blocks; a device that is not used is worth a word."""
+    host = transports.look(transports.AUTO)
+    chosen = transports.choose(transports.AUTO, host)
+    if host.devices and chosen.kind is transports.Kind.TCP:
+        return Finding("transfer", State.WARNING, chosen.reason, "KV blocks move over TCP until then")
+    return Finding("transfer", State.OK, chosen.reason)

@@ -7,18 +7,21 @@ unreachable engine is `EngineGone`, an engine that says no is `EngineRefused`; n
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
-import aiohttp
+import orjson
 
+from gyre.engine.events import EventReader
+from gyre.engine.http import NoConnection, Origin
 from gyre.engine.records import (
     Chunk,
+    EngineAbsent,
     EngineGone,
     EngineInfo,
     EngineRefused,
+    EngineUnreached,
     Finish,
     FinishKind,
     GenerateRequest,
@@ -31,6 +34,7 @@ from gyre.engine.records import (
     VersionSpan,
     read_version,
 )
+from gyre.kv_migrate.manifest import Manifest
 
 __all__ = [
     "Chunk",
@@ -48,9 +52,6 @@ __all__ = [
     "PauseMode",
     "VersionSpan",
 ]
-
-_JSON = {"Content-Type": "application/json"}
-_LONGEST_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class EngineClient:
@@ -70,11 +71,9 @@ class EngineClient:
         control_s: float = 120.0,
     ) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connect_s = connect_s
+        self._origin = Origin(self.url, {"Authorization": f"Bearer {key}"} if key else {}, connect_s)
         self._silence_s = silence_s
         self._control_s = control_s
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,9 +84,7 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._origin.close()
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -96,21 +93,20 @@ class EngineClient:
 
         Closing the generator early closes the connection, and the engine aborts the request.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s, sock_read=self._silence_s)
-        reader = StreamReader()
+        events, reader = EventReader(), StreamReader()
         try:
-            async with self._open().post(
-                f"{self.url}/generate", data=request.body(stream=True), headers=_JSON, timeout=timeout
-            ) as response:
-                if response.status != 200:
-                    raise EngineRefused(response.status, _error_text(await response.text()))
-                async for event in _events(response):
-                    chunk = reader.read(event)
-                    yield chunk
-                    if chunk.finish is not None:
-                        return
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise EngineGone(f"{self.url} was lost while it answered {request.rid}: {_say(error)}") from error
+            async with self._origin.ask("POST", "/generate", request.body(stream=True), self._silence_s) as answer:
+                if answer.status != 200:
+                    raise EngineRefused(answer.status, _error_text(await answer.whole()))
+                while piece := await answer.piece():
+                    for data in events.read(piece):
+                        chunk = reader.read(_message(data))
+                        answer.said_all = chunk.finish is not None
+                        yield chunk
+                        if answer.said_all:
+                            return
+        except (OSError, TimeoutError) as error:
+            raise _gone(f"{self.url} was lost while it answered {request.rid}: {_say(error)}", error) from error
         raise EngineGone(f"{self.url} ended the answer to {request.rid} without a finish")
 
     async def abort(self, rid: str) -> None:
@@ -156,6 +152,9 @@ class EngineClient:
             kv_address=str(kv.get("address", "")),
             kv_layout=str(kv.get("layout", "")),
             block_tokens=int(kv.get("block_tokens", 0)),
+            kv_epoch=int(kv.get("epoch", 0)),
+            kv_model=str(kv.get("model", "")),
+            kv_carrier=str(kv.get("carrier", "")),
         )
 
     async def loads(self) -> Loads:
@@ -182,31 +181,20 @@ class EngineClient:
             missing=tuple(bytes.fromhex(text) for text in cast("list[str]", answer["missing"])),
         )
 
-    async def kv_pull(
-        self, source: str, hashes: Sequence[bytes], version: int, layout: str, deadline_s: float
-    ) -> KvPulled:
+    async def kv_pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
         """Have the engine pull blocks from the peer at `source` and commit them to its cache."""
         answer = await self._post(
-            "/kv/pull",
-            {
-                "source": source,
-                "hashes": [block.hex() for block in hashes],
-                "version": version,
-                "layout": layout,
-                "deadline_s": deadline_s,
-            },
+            "/kv/pull", {"source": source, "manifest": manifest.to_json(), "deadline_s": deadline_s}
         )
         return KvPulled(
-            int(answer["blocks"]), int(answer["bytes"]), float(answer["seconds"]), str(answer.get("reason", ""))
+            int(answer["blocks"]),
+            int(answer["bytes"]),
+            int(answer.get("damaged", 0)),
+            float(answer["seconds"]),
+            str(answer.get("reason", "")),
         )
 
     # ------------------------------------------------------------------------------------------ plumbing
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            # No limit: the gateway decides how many requests are in flight, and a queue here would hide them.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
-        return self._session
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._call("POST", path, body)
@@ -215,47 +203,40 @@ class EngineClient:
         return await self._call("GET", path, None)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=self._control_s, sock_connect=self._connect_s)
+        data = () if body is None else (orjson.dumps(body),)
         try:
-            async with self._open().request(method, f"{self.url}{path}", json=body, timeout=timeout) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise EngineRefused(response.status, _error_text(text))
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise EngineGone(f"{method} {self.url}{path}: {_say(error)}") from error
+            async with asyncio.timeout(self._control_s), self._origin.ask(method, path, data) as answer:
+                said = await answer.whole()
+                if answer.status != 200:
+                    raise EngineRefused(answer.status, _error_text(said))
+        except (OSError, TimeoutError) as error:
+            raise _gone(f"{method} {self.url}{path}: {_say(error)}", error) from error
         # Several of SGLang's control endpoints answer with nothing, null or plain text.
         try:
-            answer = json.loads(text) if text else {}
+            value = orjson.loads(said) if said else {}
         except ValueError:
             return {}
-        return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any]]:
-    """The JSON messages of a server-sent event stream, up to `[DONE]` or its end."""
-    pending = bytearray()
-    async for data in response.content.iter_any():
-        pending += data
-        if len(pending) > _LONGEST_EVENT_BYTES:
-            raise EngineGone(f"an event of the engine's stream is longer than {_LONGEST_EVENT_BYTES} bytes")
-        *events, rest = bytes(pending).split(b"\n\n")
-        pending = bytearray(rest)
-        for event in events:
-            if not event.startswith(b"data:"):
-                continue
-            payload = event[5:].strip()
-            if payload == b"[DONE]":
-                return
-            try:
-                yield json.loads(payload)
-            except ValueError as error:
-                raise EngineGone(f"the engine's stream is not JSON: {payload[:120]!r}") from error
-
-
-def _error_text(text: str) -> str:
-    """What the engine says went wrong, out of the forms SGLang has for it."""
+def _message(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        return orjson.loads(data)
+    except ValueError as error:
+        raise EngineGone(f"the engine's stream is not JSON: {data[:120]!r}") from error
+
+
+def _gone(text: str, error: OSError) -> EngineGone:
+    if isinstance(error, NoConnection):
+        return EngineAbsent(text) if error.refused else EngineUnreached(text)
+    return EngineGone(text)
+
+
+def _error_text(said: bytes) -> str:
+    """What the engine says went wrong, out of the forms SGLang has for it."""
+    text = said.decode("utf-8", "replace")
+    try:
+        body = orjson.loads(said)
     except ValueError:
         return text[:500]
     if isinstance(body, dict):

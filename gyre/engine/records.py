@@ -6,10 +6,11 @@ whether the engine streams cumulatively (SGLang's default) or incrementally.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+
+import orjson
 
 from gyre.errors import GyreError, Unavailable
 
@@ -19,6 +20,14 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 class EngineGone(Unavailable):
     """The engine cannot be reached, or was lost in the middle of an answer. What it sent so far is valid."""
+
+
+class EngineUnreached(EngineGone):
+    """No connection to the engine could be made, so what it was to be asked it has not been asked."""
+
+
+class EngineAbsent(EngineUnreached):
+    """Nothing listens where the engine was: its process has ended."""
 
 
 class EngineRefused(GyreError):
@@ -32,9 +41,22 @@ class EngineRefused(GyreError):
 
 @dataclass(frozen=True)
 class IdText:
-    """Token ids as JSON text, between commas and without brackets: of a long prompt that is kept, and not made anew."""
+    """Token ids as JSON text, a comma behind each: of a long prompt that is kept, and not made anew.
 
-    text: bytes
+    Its pieces grow shorter towards the end, by half and more. So what is added copies little of what is there, and a
+    text of megabytes has a dozen.
+    """
+
+    pieces: tuple[bytes, ...] = ()
+
+    def grown(self, ids: Sequence[int]) -> IdText:
+        """The text with `ids` behind it."""
+        if not ids:
+            return self
+        pieces, last = list(self.pieces), orjson.dumps(list(ids))[1:-1] + b","
+        while pieces and len(pieces[-1]) < 2 * len(last):
+            last = pieces.pop() + last
+        return IdText((*pieces, last))
 
 
 @dataclass(frozen=True)
@@ -55,12 +77,14 @@ class GenerateRequest:
     ignore_eos: bool = False
     seed: int | None = None
     version: int | None = None
+    stream_interval: int = 1
+    """Tokens that may gather before the engine sends them. The first and the last ones do not wait for more."""
 
-    def body(self, *, stream: bool) -> bytes:
-        """The JSON body of SGLang's /generate."""
-        ids = self.input_ids
-        text = ids.text if isinstance(ids, IdText) else json.dumps(list(ids), separators=(",", ":"))[1:-1].encode()
-        return b'{"input_ids":[%b],%b' % (text, json.dumps(self._rest(stream=stream)).encode()[1:])
+    def body(self, *, stream: bool) -> tuple[bytes, ...]:
+        """The JSON body of SGLang's /generate, in pieces."""
+        ids = self.input_ids if isinstance(self.input_ids, IdText) else IdText().grown(self.input_ids)
+        *first, last = ids.pieces or (b"",)
+        return b'{"input_ids":[', *first, last[:-1], b"],", orjson.dumps(self._rest(stream=stream))[1:]
 
     def _rest(self, *, stream: bool) -> dict[str, Any]:
         sampling: dict[str, Any] = {
@@ -71,6 +95,8 @@ class GenerateRequest:
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
         }
+        if self.stream_interval > 1:
+            sampling["stream_interval"] = self.stream_interval
         if self.seed is not None:
             sampling["sampling_seed"] = self.seed
         body: dict[str, Any] = {
@@ -128,6 +154,12 @@ class EngineInfo:
     kv_layout: str
     """Equal between engines whose blocks have the same meaning and shape."""
     block_tokens: int
+    kv_epoch: int = 0
+    """The source's, for the manifests of those who pull from it."""
+    kv_model: str = ""
+    """Names the weights that its blocks are of."""
+    kv_carrier: str = ""
+    """Which transport it uses, and why that one."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +185,8 @@ class KvPulled:
 
     blocks: int
     bytes: int
+    damaged: int
+    """Blocks that did not arrive as they were sent, and are left out."""
     seconds: float
     reason: str
 

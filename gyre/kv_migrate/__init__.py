@@ -1,5 +1,7 @@
 """Moving bytes between peers: the KV blocks of a prefix, so that a continued request does not compute them again.
 
-`blocks` names blocks, `transport` is the contract of a carrier, `tcp` carries over a socket, `prefix` moves one prefix
-from an engine to another. A version that differs or a block that arrives damaged means recompute, never wrong KV.
+`transport` is the contract of a carrier, `tcp` and `mooncake` are the two there are, `choice` says which of them it is.
+`blocks` names blocks, `prefix` moves one prefix from an engine to another. Below them: `serving` and `asking` are the two
+ends of a conversation about a transfer, `leases` says how long a source holds what, `spans` what has yet to come. A
+version that differs or a block that arrives damaged means recompute, never wrong KV.
 """

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gyre.engine.client import EngineClient, EngineInfo
+from gyre.engine.client import EngineClient, EngineInfo, KvPulled
 from gyre.errors import GyreError
+from gyre.kv_migrate.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,27 @@ async def move_prefix(
                 reason = _obstacle(source.url, info, version, lack.layout)
                 if not reason:
                     left_s = max(0.001, deadline_s - (time.monotonic() - started_s))
-                    pulled = await target.kv_pull(info.kv_address, lack.missing, version, lack.layout, left_s)
-                    blocks, size, reason = pulled.blocks, pulled.bytes, pulled.reason
+                    manifest = Manifest(
+                        uuid.uuid4().hex, info.kv_epoch, info.kv_model, version, lack.layout, lack.missing
+                    )
+                    pulled = await target.kv_pull(info.kv_address, manifest, left_s)
+                    blocks, size = pulled.blocks, pulled.bytes
                     tokens = blocks * info.block_tokens
-                    if not reason and blocks < len(lack.missing):
-                        reason = (
-                            f"{len(lack.missing) - blocks} of {len(lack.missing)} blocks were gone or found no room"
-                        )
+                    reason = pulled.reason or _left_out(len(lack.missing), pulled)
     except TimeoutError:
         reason = f"not done within {deadline_s:g} s"
     except GyreError as error:
         reason = str(error)
     return MoveReport(blocks, size, tokens, time.monotonic() - started_s, reason)
+
+
+def _left_out(asked: int, pulled: KvPulled) -> str:
+    """Why the target lacks some of the blocks, or an empty string."""
+    gone = asked - pulled.blocks - pulled.damaged
+    parts = [f"{gone} of {asked} blocks were gone or found no room"] if gone else []
+    if pulled.damaged:
+        parts.append(f"{pulled.damaged} of {asked} blocks arrived damaged")
+    return "; ".join(parts)
 
 
 def _obstacle(url: str, info: EngineInfo, version: int, layout: str) -> str:

@@ -1,8 +1,11 @@
 """The contract of a carrier of blocks between peers.
 
 A peer registers what it serves and tells its address. The receiving peer pulls: it names the blocks it wants in a
-manifest, receives them into memory of its own, checks each one, and only then does its owner commit them. The source
-holds every block from the moment it agrees until the receiver has it all, or is gone, or the deadline has passed.
+manifest, receives them into staging memory that nobody reads, checks each one, and only then does its owner commit them.
+
+The source holds every block from the moment it agrees until the first of these: the receiver acknowledges that it has
+them; no connection of the transfer is left for `leases.RESUME_S`; the time that the receiver asked for is over; a fence.
+A fence ends an epoch. What belongs to an epoch that has ended (a manifest, an acknowledgement) has no effect.
 """
 
 from __future__ import annotations
@@ -12,33 +15,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gyre.errors import Refused
-from gyre.wire import record
-
-
-@record("kv_manifest")
-@dataclass(frozen=True)
-class Manifest:
-    """What is asked for, and under which conditions it means the same on both sides."""
-
-    transfer: str
-    version: int
-    layout: str
-    blocks: tuple[bytes, ...]
+from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.staging import Staging
 
 
 @dataclass(frozen=True)
 class Received:
-    """The blocks that the source had, in the manifest's order: name and bytes, each checked."""
+    """What came of a manifest, in its order. A block that the source had not, or that came damaged, is left out."""
 
     blocks: tuple[tuple[bytes, memoryview], ...]
+    """Name and bytes, each checked. The bytes lie in the staging memory."""
+    damaged: int
+    """Blocks that are left out because their bytes were not those that the source has."""
 
     @property
     def bytes(self) -> int:
         return sum(len(data) for _, data in self.blocks)
-
-
-class DamagedBlock(Refused):
-    """A block's bytes are not those that the source sent. Nothing of the transfer is to be used."""
 
 
 class BlockLease(Protocol):
@@ -56,30 +48,51 @@ class BlockSource(Protocol):
     """What a peer serves."""
 
     async def lease(self, manifest: Manifest) -> BlockLease:
-        """Hold the manifest's blocks. Raises Refused when the version or the layout differs."""
+        """Hold the manifest's blocks. Raises Refused when the model, the version or the layout differs."""
         ...
 
 
 class Transport(Protocol):
+    """One way to move bytes. Every method may be cancelled at any moment; nothing of a cancelled pull is to be used."""
+
+    @property
+    def epoch(self) -> int:
+        """Goes into the manifests of those who pull from here. It only grows, also from one process to the next."""
+        ...
+
     def register(self, source: BlockSource) -> None:
         """Serve the blocks of `source` to peers."""
         ...
 
     def describe(self) -> str:
-        """The address that peers pull from."""
+        """The address that peers pull from: the kind, the host and the port. A peer of another kind refuses it."""
         ...
 
-    async def pull(self, address: str, manifest: Manifest, block_bytes: int, deadline_s: float) -> Received:
-        """Fetch blocks of `block_bytes` each from the peer at `address`.
+    async def pull(
+        self, address: str, manifest: Manifest, block_bytes: int, staging: Staging, deadline_s: float
+    ) -> Received:
+        """Fetch blocks of `block_bytes` each into `staging`, which has room for all of the manifest's.
 
-        Raises Refused (the peer said no), DamagedBlock, or Unavailable (not reached, or not done by the deadline).
+        A connection that breaks is made anew and the pull goes on where it was. When this returns or raises, nothing
+        is written to `staging` any more. Raises Refused (the peer said no), BadInput (an address of another form or
+        kind) or Unavailable (not reached, lost for good, or not done by the deadline).
         """
         ...
 
     async def fence(self, grace_s: float) -> None:
-        """Give transfers to peers `grace_s` to end, then cut them off. When it returns, no lease of before is held."""
+        """End the epoch: refuse what is new of it, give what is under way `grace_s`, then cut it off.
+
+        When it returns, no lease of before is held.
+        """
         ...
 
     async def close(self) -> None:
         """Stop serving; what is under way is cut off."""
         ...
+
+
+def check_room(manifest: Manifest, block_bytes: int, staging: Staging) -> None:
+    """What every pull looks at first."""
+    wanted = len(manifest.blocks) * block_bytes
+    if wanted > len(staging.view):
+        raise Refused(f"{wanted} bytes were asked for, and the staging memory has {len(staging.view)}")

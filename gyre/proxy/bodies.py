@@ -7,16 +7,15 @@ made of, and how deep they lie. Each refusal is a Fault with one line.
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gyre.proxy.faults import Fault, FaultKind, bad_request, too_long
+from gyre.proxy.json_text import load
 
 _DEEPEST = 200
 """Levels that a body may be nested: more than any schema has, and far from where Python's recursion ends."""
@@ -44,7 +43,7 @@ def body_encodings(request: web.Request) -> tuple[str, ...]:
 async def read_body(request: web.Request, most_bytes: int) -> bytes:
     """The body as it was sent."""
     try:
-        async with asyncio.timeout(READ_S):
+        async with asyncio.timeout(None if request.content.is_eof() else READ_S):
             return await request.read()
     except TimeoutError as error:
         raise bad_request(f"the body did not arrive whole in {READ_S:g} s") from error
@@ -66,7 +65,7 @@ def json_body(data: bytes, context_tokens: int) -> dict[str, Any]:
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > _VALUES + _VALUES_A_TOKEN * context_tokens:
         raise too_long(len(data) // 4, context_tokens)
     try:
-        body = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+        body = load(data)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {_line(error)}") from error
     if not isinstance(body, dict):
@@ -101,25 +100,15 @@ def is_deeper(value: object, levels: int) -> bool:
     for _ in range(levels):
         inner: list[Any] = []
         for value in level:
-            if isinstance(value, dict):
+            kind = type(value)
+            if kind is dict:
                 inner += cast("dict[str, Any]", value).values()
-            elif isinstance(value, list):
+            elif kind is list:
                 inner += cast("list[Any]", value)
         if not inner:
             return False
         level = inner
     return True
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no value of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return value
 
 
 def _too_large(most_bytes: int) -> Fault:

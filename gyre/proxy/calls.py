@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gyre.ids import CallId
 from gyre.proxy.conversation import Answer
+from gyre.proxy.json_text import exact, load
 from gyre.proxy.roles import Part, ThreadKey
 from gyre.proxy.sampling import Cached
 from gyre.trajectory.forks import Circumstances
@@ -20,6 +20,9 @@ from gyre.trajectory.journal import CallStarted
 
 _RENDERED = frozenset({"messages", "system", "tools", "input", "instructions"})
 """Fields of a body that its prompt's tokens hold, and that the journal need not repeat."""
+
+
+_CIRCUMSTANCES = fields(Circumstances)
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ def started(call: Call, body: Mapping[str, Any]) -> CallStarted:
         "chain": call.chain.hex(),
         "thread": call.part.thread.name,
         "opening": call.part.thread.opening.hex(),
-        "circumstances": asdict(call.circumstances),
+        "circumstances": {known.name: getattr(call.circumstances, known.name) for known in _CIRCUMSTANCES},
         "stop": list(call.stop),
         "seed": call.seed,
         "body": {key: value for key, value in body.items() if key not in _RENDERED},
@@ -71,13 +74,13 @@ def started(call: Call, body: Mapping[str, Any]) -> CallStarted:
         base=call.base,
         suffix=call.suffix.tobytes(),
         max_tokens=call.max_tokens,
-        request=json.dumps(request).encode(),
+        request=exact(request),
     )
 
 
 def call_of(entry: CallStarted) -> Call:
     """The call that a journal's record began."""
-    request = json.loads(entry.request)
+    request = load(entry.request)
     suffix = array("i")
     suffix.frombytes(entry.suffix)
     return Call(

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from gyre.proxy.json_text import exact
+
 
 class Speaker(StrEnum):
     SYSTEM = "system"
@@ -108,33 +110,23 @@ class Reply:
     max_tokens: int | None = None
     """The request's own limit; the run's may be lower."""
 
-    def ids(self) -> tuple[str, ...]:
-        """Every id in it that the proxy minted."""
-        return (self.message_id, *(call.id for call in self.answer.tool_calls))
-
 
 def in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with each run of tool results in the order of the calls they answer, however they came back."""
     out: list[Message] = []
+    results: list[Message] = []
     order: dict[str, int] = {}
-    start = 0
     for message in messages:
         if message.speaker is Speaker.TOOL:
-            out.append(message)
+            results.append(message)
             continue
-        out[start:] = _sorted_results(out[start:], order)
+        if results:
+            out += sorted(results, key=lambda result: order.get(result.tool_call_id, len(order)))
+            results = []
         out.append(message)
-        start = len(out)
         if message.speaker is Speaker.ASSISTANT:
             order = {call.id: place for place, call in enumerate(message.tool_calls)}
-    out[start:] = _sorted_results(out[start:], order)
-    return tuple(out)
-
-
-def _sorted_results(results: Sequence[Message], order: Mapping[str, int]) -> list[Message]:
-    if len(results) < 2:
-        return list(results)
-    return sorted(results, key=lambda message: order.get(message.tool_call_id, len(order)))
+    return (*out, *sorted(results, key=lambda result: order.get(result.tool_call_id, len(order))))
 
 
 def message_key(message: Message) -> bytes:
@@ -151,7 +143,7 @@ def answer_key(text: str, tool_calls: Sequence[ToolCall]) -> bytes:
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    return digest("tools", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
+    return digest("tools", exact(list(tools), sort_keys=True))
 
 
 def request_digest(dialect: str, body: Mapping[str, Any]) -> bytes:
@@ -160,7 +152,7 @@ def request_digest(dialect: str, body: Mapping[str, Any]) -> bytes:
     An answer has its dialect's ids, so no other dialect's request repeats it.
     """
     kept = {key: value for key, value in body.items() if key not in _NOT_OF_THE_CALL}
-    return digest("request", dialect, json.dumps(kept, sort_keys=True, separators=(",", ":")))
+    return digest("request", dialect, exact(kept, sort_keys=True))
 
 
 _NOT_OF_THE_CALL = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens"})

@@ -58,6 +58,7 @@ class Departure:
                     await asyncio.wait(moves)
         except TimeoutError:
             pass  # what has not moved by now is computed again
+        await self._engines.emptied(order.cell)
         reports = [*self._reports, *(future.result() for future in departures if future.done())]
         moved = [report for report in reports if report is not None]
         return DrainReport(

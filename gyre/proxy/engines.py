@@ -6,20 +6,24 @@ A call takes a `Seat` before it asks an engine and gives it back after. Who sits
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gyre.actors.messages import SetRoutes
 from gyre.engine.client import EngineClient
+from gyre.errors import Refused
 from gyre.ids import CellId, GroupId, RunId
 from gyre.kv_migrate.prefix import MoveReport, move_prefix
 from gyre.proxy.faults import Fault, FaultKind
+from gyre.proxy.leftovers import EVERYTHING, Leftovers, LetGo, abort
 from gyre.proxy.seating import Seating, Sitter
 
 SUSPICION_S = 1.0
 """How long an engine that failed a call is left alone, unless new routes say otherwise."""
 MOVE_S = 10.0
 """The longest a call waits for its KV to move before it computes it again."""
+EMPTY_S = 60.0
+"""The longest a cell that leaves waits for an engine to say that it let go of everything."""
 
 
 @dataclass(eq=False)
@@ -31,32 +35,46 @@ class Seat:
 
 
 class Engines:
-    """`wait_s` bounds a call's wait for an engine; `key` is what engines want of their clients."""
+    """`wait_s` bounds a call's wait for an engine; `connect` makes the client of the engine at a URL."""
 
-    def __init__(self, wait_s: float, key: str = "") -> None:
+    def __init__(self, wait_s: float, connect: Callable[[str], EngineClient] = EngineClient) -> None:
         self._wait_s = wait_s
-        self._key = key
+        self._connect = connect
+        self._inherits_since_s: float | None = None
         self._seating = Seating()
-        self._clients: dict[str, EngineClient] = {}
+        self._clients: dict[CellId, EngineClient] = {}
+        """Of each cell that routes have named, for the engine that they named last."""
         self._suspects: dict[CellId, asyncio.TimerHandle] = {}
         self._seats: set[Seat] = set()
         self._asked: dict[Sitter, asyncio.Future[Seat]] = {}
         self._moves: dict[CellId, set[asyncio.Future[None]]] = {}
         self._calls = 0
+        self._leftovers = Leftovers(self._look_at_leftovers)
 
     # ------------------------------------------------------------------------------------------ routes
 
+    def inherit(self) -> None:
+        """A gateway died before us in the middle of calls: every engine is told to let go of all, and gets nothing before."""
+        self._inherits_since_s = asyncio.get_running_loop().time()
+
     async def set_routes(self, order: SetRoutes) -> None:
         self._seating.set_routes(order)
+        ended: list[EngineClient] = []
         for route in order.engines:
             self._trust(route.cell)
-            if route.url not in self._clients:
-                self._clients[route.url] = EngineClient(route.url, key=self._key)
-        self._seat_waiting()
-        held = {id(seat.client) for seat in self._seats}
-        urls = {route.url for route in order.engines}
-        for url in [url for url, client in self._clients.items() if url not in urls and id(client) not in held]:
-            await self._clients.pop(url).close()
+            known = self._clients.get(route.cell)
+            if known is not None and known.url == route.url.rstrip("/"):
+                continue
+            client = self._clients[route.cell] = self._connect(route.url)
+            if self._inherits_since_s is not None:
+                self._leftovers.leave(client, EVERYTHING, self._inherits_since_s)
+            if known is not None:
+                ended.append(known)
+        for client in ended:
+            self._leftovers.ended(client)
+        self._look_at_leftovers()
+        for client in ended:  # what still waits for an answer from there goes on elsewhere
+            await client.close()
 
     def close_cell(self, cell: CellId) -> None:
         """No new request to `cell` until routes say that it accepts."""
@@ -71,6 +89,7 @@ class Engines:
     async def close(self) -> None:
         for cell in list(self._suspects):
             self._trust(cell)
+        await self._leftovers.close()
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -91,6 +110,8 @@ class Engines:
 
     async def seated(self, sitter: Sitter, asked: asyncio.Future[Seat]) -> Seat:
         """The seat that was asked for. Raises Fault(UNAVAILABLE) after the wait that is allowed."""
+        if asked.done():
+            return asked.result()
         try:
             async with asyncio.timeout(self._wait_s):
                 return await asyncio.shield(asked)
@@ -112,9 +133,35 @@ class Engines:
             self._seat_waiting()
 
     def is_open(self, seat: Seat) -> bool:
-        """Whether a request may still be sent from it: the engine may leave while KV moves there."""
+        """Whether a request may still be sent from it: the engine may leave, or end, while KV moves there."""
         route = self._seating.open().get(seat.cell)
-        return route is not None and route.version == seat.version
+        return route is not None and route.version == seat.version and self.client(seat.cell) is seat.client
+
+    async def leave(self, seat: Seat, rid: str) -> None:
+        """A request's connection was ended before the engine's answer did. The seat is to be given back after."""
+        routed = self.client(seat.cell) is seat.client
+        if routed and await abort(seat.client, rid) is LetGo.UNKNOWN and self.client(seat.cell) is seat.client:
+            self._leftovers.leave(seat.client, rid, asyncio.get_running_loop().time())
+            self._look_at_leftovers()
+
+    def may_be_live(self, rid: str) -> bool:
+        """Whether an engine may still sample a request whose connection has ended."""
+        return self._leftovers.has(rid)
+
+    async def let_go(self, rid: str) -> None:
+        """Return when no engine does."""
+        await self._leftovers.gone(rid)
+
+    async def emptied(self, cell: CellId) -> None:
+        """Return when nothing that was left at the engine of `cell` is sampled there. Raises Refused when it will not say."""
+        client = self.client(cell)
+        if client is None:
+            return
+        try:
+            async with asyncio.timeout(EMPTY_S):
+                await self._leftovers.emptied(client)
+        except TimeoutError as error:
+            raise Refused(f"the engine of {cell} may still sample what it was asked: it does not answer") from error
 
     def computed(self, seat: Seat) -> None:
         """The engine has the prompt of the seat's call in its memory."""
@@ -126,9 +173,9 @@ class Engines:
     # ------------------------------------------------------------------------------------------ KV
 
     async def move(self, source: CellId, target: CellId, token_ids: Sequence[int], version: int) -> MoveReport | None:
-        """Bring a prefix from one engine to another; None where one of them is gone."""
+        """Bring a prefix from one engine to another; None where one of them is gone, or does not answer."""
         giver, taker = self.client(source), self.client(target)
-        if giver is None or taker is None:
+        if giver is None or taker is None or self._leftovers.at(giver):
             return None
         under_way = asyncio.get_running_loop().create_future()
         moves = self._moves.setdefault(source, set())
@@ -163,8 +210,12 @@ class Engines:
         return self._seating.version
 
     def client(self, cell: CellId) -> EngineClient | None:
+        return self._clients.get(cell)
+
+    def accepts(self, cell: CellId) -> bool:
+        """Whether its route says that it takes requests."""
         route = self._seating.routes.get(cell)
-        return None if route is None else self._clients.get(route.url)
+        return route is not None and route.accepting
 
     def open(self, cell: CellId) -> bool:
         return cell in self._seating.open()
@@ -187,6 +238,10 @@ class Engines:
             seat = Seat(cell, self._seating.routes[cell].version, client, sitter)
             self._seats.add(seat)
             self._asked.pop(sitter).set_result(seat)
+
+    def _look_at_leftovers(self) -> None:
+        self._seating.uncertain = {cell for cell, client in self._clients.items() if self._leftovers.at(client)}
+        self._seat_waiting()
 
     def _trust(self, cell: CellId) -> None:
         handle = self._suspects.pop(cell, None)

@@ -13,7 +13,8 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from gyre.proxy.conversation import Conversation, Reply, ToolForm, request_diges
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.dialects.spoken import Spoken
 from gyre.proxy.faults import Fault, FaultKind, too_long
+from gyre.proxy.json_text import clean
 from gyre.proxy.live_run import LiveRun, ModelRequest
 from gyre.proxy.metering import CONTENT_TYPE
 from gyre.proxy.session import Call
@@ -40,7 +42,10 @@ _LARGE_AT_ONCE = 2
 WRITE_S = 300.0
 """The longest a client may take to read an answer."""
 _BACKLOG = 1024
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_JSON = {"Content-Type": "application/json; charset=utf-8"}
 _Parse = Callable[[Mapping[str, Any]], Conversation]
+_Handler = Callable[[web.Request, LiveRun, Dialect], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +90,15 @@ class Front:
         self._large: WeakKeyDictionary[LiveRun, asyncio.Semaphore] = WeakKeyDictionary()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
+        self._handlers: dict[tuple[str, str], _Handler] = {
+            ("POST", "chat/completions"): self._model_call,
+            ("POST", "responses"): self._model_call,
+            ("POST", "messages"): self._model_call,
+            ("POST", "messages/count_tokens"): self._count_tokens,
+            ("GET", "models"): self._models,
+            ("HEAD", "api/hello"): self._hello,
+            ("GET", "api/hello"): self._hello,
+        }
         self.base_url = ""
 
     async def start(self, host: str, port: int) -> int:
@@ -121,35 +135,26 @@ class Front:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"].removeprefix("v1/")
         dialect = self._spoken.of(request.path, request.headers)
-        handlers: dict[tuple[str, str], Callable[[web.Request, LiveRun, Dialect], Awaitable[web.StreamResponse]]] = {
-            ("POST", "chat/completions"): self._model_call,
-            ("POST", "responses"): self._model_call,
-            ("POST", "messages"): self._model_call,
-            ("POST", "messages/count_tokens"): self._count_tokens,
-            ("GET", "models"): self._models,
-            ("HEAD", "api/hello"): self._hello,
-            ("GET", "api/hello"): self._hello,
-        }
         try:
             live = self._door.admit(request.match_info["run"], request.match_info["key"])
-            handler = handlers.get((request.method, path))
+            handler = self._handlers.get((request.method, path))
             named = _MODEL.fullmatch(path)
             if named is not None and request.method == "GET":
                 # Every name that a harness asks for is this model's.
-                return web.json_response(dialect.model(named[1]))
+                return _json(dialect.model(named[1]))
             if handler is None:
                 raise Fault(FaultKind.NOT_FOUND, f"{request.method} {path}: no such endpoint")
             return await handler(request, live, dialect)
         except Fault as fault:
             status, body = dialect.fault(fault)
             # Some harnesses give up at once where nothing says when to come again.
-            headers = {"Retry-After": "1"} if fault.kind is FaultKind.UNAVAILABLE else None
-            return web.json_response(body, status=status, headers=headers)
+            headers = {"Retry-After": "1"} if fault.kind is FaultKind.UNAVAILABLE else {}
+            return _json(body, status, headers)
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
         fault = Fault(FaultKind.UNAUTHORIZED, "a run's own address is /run/<run>/<key>/…")
         status, body = self._spoken.of(request.path, request.headers).fault(fault)
-        return web.json_response(body, status=status)
+        return _json(body, status)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         body = self._door.metrics(request.headers.get("Authorization", ""))
@@ -161,11 +166,11 @@ class Front:
         return web.Response(text="")
 
     async def _models(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
-        return web.json_response(dialect.models(self._model))
+        return _json(dialect.models(self._model))
 
     async def _count_tokens(self, request: web.Request, live: LiveRun, dialect: Dialect) -> web.StreamResponse:
         live, read = await self._read(request, live, dialect, self._spoken.anthropic.parse_count)
-        return web.json_response({"input_tokens": await live.count_tokens(read.conversation, read.size_bytes)})
+        return _json({"input_tokens": await live.count_tokens(read.conversation, read.size_bytes)})
 
     async def _read(
         self, request: web.Request, live: LiveRun, dialect: Dialect, parse: _Parse
@@ -200,7 +205,7 @@ class Front:
         if asked.stream:
             return await self._streamed(request, live, call, asked)
         await live.answer(call)
-        response = web.json_response(dialect.body(_reply(live, call, asked)))
+        response = _json(dialect.body(_reply(live, call, asked)))
         return await _written(request, response, live, call)
 
     async def _begun(self, request: web.Request, live: LiveRun, dialect: Dialect) -> tuple[LiveRun, Call, _Asked]:
@@ -212,7 +217,7 @@ class Front:
         return live, call, _Asked(dialect, said.stream, said.include_usage, said.model, said.forms, said.max_tokens)
 
     async def _streamed(self, request: web.Request, live: LiveRun, call: Call, asked: _Asked) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=_EVENTS)
         hold = live.session.wire.hold
         answering = asyncio.get_running_loop().create_task(live.answer(call))
         try:
@@ -221,15 +226,17 @@ class Front:
         except Fault as fault:
             if not response.prepared:
                 raise
-            await response.write(asked.dialect.fault_event(fault))
-            await response.write_eof()
+            await response.write_eof(asked.dialect.fault_event(fault))
             return response
         finally:
             if not answering.done():
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
-        events = asked.dialect.events(_reply(live, call, asked), include_usage=asked.include_usage)
-        return await _written(request, response, live, call, b"".join(events))
+        events = b"".join(asked.dialect.events(_reply(live, call, asked), include_usage=asked.include_usage))
+        if not response.prepared:
+            # The answer came before its headers were due: all of it is one write.
+            return await _written(request, web.Response(body=events, headers=_EVENTS), live, call)
+        return await _written(request, response, live, call, events)
 
     async def _held(
         self,
@@ -249,7 +256,11 @@ class Front:
 
 
 def _reply(live: LiveRun, call: Call, asked: _Asked) -> Reply:
-    return replace(live.session.reply(call, asked.model), forms=asked.forms, max_tokens=asked.max_tokens)
+    return live.session.reply(call, asked.model, asked.forms, asked.max_tokens)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    return web.Response(body=clean(value), status=status, headers={**_JSON, **headers})
 
 
 async def _written(
@@ -260,9 +271,7 @@ async def _written(
         async with asyncio.timeout(WRITE_S):
             if not response.prepared:
                 await response.prepare(request)
-            if events:
-                await response.write(events)
-            await response.write_eof()
+            await response.write_eof(events)
     except TimeoutError:
         _log.warning("call %s: its client did not read the answer in %.0f s", call.id, WRITE_S)
         if request.transport is not None:

@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import logging
 import re
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,11 +26,12 @@ from gyre.actors.messages import (
     SetRoutes,
 )
 from gyre.engine.client import EngineClient
-from gyre.errors import BadInput, GyreError, Refused, StorageFull
+from gyre.errors import BadInput, Refused, StorageFull
 from gyre.harness.profiles import profile
 from gyre.harness.wire import GENERIC, Wire
 from gyre.ids import CellId, RunId
 from gyre.proxy.aside import Aside
+from gyre.proxy.closed_keys import ClosedKeys
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
 from gyre.proxy.departure import Departure, Resting
 from gyre.proxy.dialects.spoken import Spoken
@@ -49,8 +49,6 @@ from gyre.trajectory.journal import CallStarted, RunClosed, RunOpened
 from gyre.trajectory.records import RunTrace
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_REMEMBERED = 4096
-"""Closed runs whose harness is told that the run is closed, and not that it is unknown."""
 _log = logging.getLogger(__name__)
 
 
@@ -91,14 +89,13 @@ class Gateway:
         self._aside = Aside()
         self._dialects = spoken.by_name()
         self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
-        self._engines = Engines(config.wait_s, config.engine_key)
+        self._engines = Engines(config.wait_s, lambda url: EngineClient(url, key=config.engine_key))
         self._metering = Metering()
         self._runs: dict[RunId, LiveRun] = {}
-        self._closed_keys: OrderedDict[RunId, str] = OrderedDict()
+        self._closed_keys = ClosedKeys(config.journal_dir)
         self._closing: dict[RunId, asyncio.Lock] = {}
         self._closed = ClosedRuns(config.trajectories_dir)
         self._routing = asyncio.Lock()
-        self._left_over: list[str] = []
         self._failed: dict[str, str] = {}
         self._calls = 0
         self._sampled_tokens = 0
@@ -146,9 +143,11 @@ class Gateway:
 
     async def set_routes(self, order: SetRoutes) -> None:
         async with self._routing:
-            if self._left_over and order.engines:
-                await self._abort_left_over([route.url for route in order.engines])
             await self._engines.set_routes(order)
+
+    def accepts(self, cell: CellId) -> bool:
+        """Whether the cell's route says that it takes requests."""
+        return self._engines.accepts(cell)
 
     async def drain(self, order: DrainEngine) -> DrainReport:
         """Stop what is in flight on the cell and go on elsewhere; runs between calls take their KV along too."""
@@ -243,7 +242,7 @@ class Gateway:
     def admit(self, run: str, key: str) -> LiveRun:
         """The open run that `key` opens. Raises Fault(UNAUTHORIZED) or Fault(CLOSED)."""
         live = self._runs.get(RunId(run))
-        known = self._closed_keys.get(RunId(run)) if live is None else live.session.opened.key
+        known = self._closed_keys.of(RunId(run)) if live is None else live.session.opened.key
         if known is None or not hmac.compare_digest(known.encode(), key.encode("utf-8", "replace")):
             raise Fault(FaultKind.UNAUTHORIZED, "no such run, or not its key")
         if live is None:
@@ -285,9 +284,7 @@ class Gateway:
         self._engines.forget(opened.run)
         if all(other.session.opened.group != opened.group for other in self._runs.values()):
             self._engines.forget_group(opened.group)
-        self._closed_keys[opened.run] = opened.key
-        while len(self._closed_keys) > _REMEMBERED:
-            self._closed_keys.popitem(last=False)
+        self._closed_keys.add(opened.run, opened.key)
         self._put_away(opened.run, opened.attempt)
 
     def _put_away(self, run: RunId, attempt: int) -> None:
@@ -308,7 +305,7 @@ class Gateway:
         self._retire(live)
 
     def _restore(self) -> None:
-        """Open again what the journals say was open."""
+        """Open again what the journals say was open, and know what is closed."""
         places = open_journals(self.config.journal_dir)
         for other in sorted(set(self._open_dir.glob("*/*")) - {place.folder for place in places}):
             _log.warning("%r is no attempt's journal, and is passed over", str(other))
@@ -332,15 +329,9 @@ class Gateway:
             if older is not None:
                 self._put_away(run, older.session.opened.attempt)
             self._runs[run] = self._live(session, self._journal(run, attempt))
-            self._left_over += [call.id for call in session.unfinished()]
-
-    async def _abort_left_over(self, urls: list[str]) -> None:
-        """Engines may still sample for the gateway that died; its calls begin anew, so those requests end first."""
-        for url in urls:
-            async with EngineClient(url, key=self.config.engine_key, connect_s=1.0, control_s=5.0) as client:
-                with suppress(GyreError):
-                    await client.abort_all()
-        self._left_over.clear()
+            if session.unfinished():
+                self._engines.inherit()
+        self._closed_keys.restore()
 
     def _resting(self, cell: CellId, version: int) -> list[Resting]:
         return [prefix for live in self._runs.values() for prefix in live.resting(cell, version)]

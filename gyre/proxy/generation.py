@@ -13,27 +13,27 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
-from gyre.engine.client import Chunk, EngineClient, EngineGone, EngineRefused, GenerateRequest, IdText
+from gyre.engine.client import Chunk, EngineGone, EngineRefused, EngineUnreached, GenerateRequest, IdText
 from gyre.errors import GyreError
 from gyre.ids import CallId, GroupId, RunId
 from gyre.kv_migrate.prefix import MoveReport
 from gyre.proxy.conversation import Finish
 from gyre.proxy.engines import Engines, Seat
 from gyre.proxy.faults import Fault, FaultKind
-from gyre.proxy.id_texts import joined, text_of
+from gyre.proxy.leftovers import LetGo, abort
 from gyre.proxy.sampling import Cached, Ending, Sampling, Stretch
 from gyre.proxy.stops import StopSearch
 
 STOP_S = 5.0
 """The longest a stop waits for the engine's own end of the stream before the connection is dropped."""
+STREAM_INTERVAL = 16
+"""Tokens that an engine may send as one event. Nobody is shown a part of an answer, and reading an event costs the same
+with one token as with sixteen; an engine that dies takes those along that it had not sent."""
 _REPEAT_STOP_S = 0.25
-_ABORT_S = 1.0
 _REFUSALS = 8
 """Refusals in a row without one new token after which a call is given up: the engine would go on to refuse."""
 _PASSING = (409, 429, 503)
 """Statuses of an engine that is not ready, or not at this version, yet."""
-_UNKNOWN = (404, 405, 501)
-"""Statuses of what stands for an engine and does not take this order."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +53,7 @@ class Generation:
         group: GroupId,
         prompt: Callable[[], array[int]],
         prompt_tokens: int,
-        prompt_text: bytes,
+        prompt_text: IdText,
         sampling: Sampling,
         engines: Engines,
         decode: Callable[[Sequence[int]], str],
@@ -69,7 +69,7 @@ class Generation:
         self.asked = engines.next_asked()
         self.prompt_tokens = prompt_tokens
         self._prompt = prompt
-        self._prompt_text = prompt_text
+        self.prompt_text = prompt_text
         self.output = array("i")
         self.logprobs = array("f")
         self.versions = array("i")
@@ -102,8 +102,7 @@ class Generation:
         self._silent_since_s: float | None = None
         self._departures: list[asyncio.Future[MoveReport | None]] = []
         if so_far is not None:
-            for token, logprob, version in zip(so_far.token_ids, so_far.logprobs, so_far.versions, strict=True):
-                self._add(token, logprob, version)
+            self._add(so_far.token_ids, so_far.logprobs, so_far.versions)
 
     # ------------------------------------------------------------------------------------------ the whole call
 
@@ -173,13 +172,19 @@ class Generation:
         self._silent_since_s = self._silent_since_s or loop.time()
         give_up_s = loop.time() + STOP_S
         while self._seat is seat:
-            heard = await _abort(seat.client, self._rid)
-            if (not heard or loop.time() > give_up_s) and self._patience is not None:
-                self._patience.reschedule(loop.time())
+            said = await abort(seat.client, self._rid)
+            if said is LetGo.WITH_ITS_CONNECTION or loop.time() > give_up_s:
+                self._lose_patience()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPEAT_STOP_S):
                     await self._ended.wait()
         return departure
+
+    def _lose_patience(self) -> None:
+        """Wait for the engine no more, once."""
+        patience, self._patience = self._patience, None
+        if patience is not None:
+            patience.reschedule(asyncio.get_running_loop().time())
 
     # ------------------------------------------------------------------------------------------ one stretch
 
@@ -200,6 +205,9 @@ class Generation:
     async def _next_seat(self) -> Seat:
         """A seat, and the KV of what was computed elsewhere moved there, whatever the reason for leaving."""
         while True:
+            if self._engines.may_be_live(self._rid):
+                self._depart(None)
+                await self._engines.let_go(self._rid)
             asked = self._engines.ask(self)
             if not asked.done():
                 self._depart(None)
@@ -210,7 +218,7 @@ class Generation:
             except BaseException:
                 self._give_back(seat)
                 raise
-            if self._engines.is_open(seat):
+            if self._engines.is_open(seat) and not self._engines.may_be_live(self._rid):
                 self._depart(report)
                 return seat
             self._give_back(seat)
@@ -247,31 +255,38 @@ class Generation:
         self._ended.clear()
         request = GenerateRequest(
             rid=self._rid,
-            input_ids=IdText(joined(self._prompt_text, text_of(self.output))),
+            input_ids=self.prompt_text.grown(self.output),
             max_new_tokens=self._sampling.max_tokens - start,
             temperature=self._sampling.temperature,
             stop_token_ids=self._sampling.stop_token_ids,
             seed=self._sampling.seed,
             version=seat.version,
+            # Past a stop sequence, which only the gateway sees, the engine is to sample as little as can be.
+            stream_interval=1 if self._sampling.stop else STREAM_INTERVAL,
         )
-        whole = False
+        over = False
+        """Whether the engine has said itself that it samples no more."""
         try:
             async with asyncio.timeout(None) as self._patience, aclosing(seat.client.generate(request)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk, seat.version)
                     if chunk.finish is not None:
-                        whole = True
+                        over = True
                         self._close(chunk, seat, start)
-                    elif self.finish is not None and not await _abort(seat.client, self._rid):
-                        break  # what it goes on to say is of no use; its connection's end ends it
+                    elif self.finish is not None and await abort(seat.client, self._rid) is LetGo.WITH_ITS_CONNECTION:
+                        break  # what it goes on to say is of no use
+        except (EngineUnreached, EngineRefused):
+            over = True
+            raise
         except TimeoutError:
             _log.warning("call %s: cell %s did not say its end and was left", self.call, seat.cell)
         finally:
+            self._patience = None
             try:
-                if not whole:
-                    await _abort(seat.client, self._rid)
+                if not over:
+                    await self._engines.leave(seat, self._rid)
             finally:
-                self._seat = self._patience = None
+                self._seat = None
                 self._ended.set()
                 if len(self.output) > start:  # else it was stopped before its prompt was computed
                     self.cached = Cached(seat.cell, seat.version, self.prompt_tokens + len(self.output))
@@ -288,21 +303,29 @@ class Generation:
         if self._silent_since_s is not None and not self._stopping:
             self.max_silence_s = max(self.max_silence_s, self._last_token_s - self._silent_since_s)
             self._silent_since_s = None
-        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
-            self._add(token, logprob, chunk.version if chunk.version >= 0 else version)
-            if self.finish is not None:
-                return
+        made_by = chunk.version if chunk.version >= 0 else version
+        self._add(chunk.token_ids, chunk.logprobs, (made_by,) * len(chunk.token_ids))
 
-    def _add(self, token: int, logprob: float, version: int) -> None:
-        self.output.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self._sampling.stop_token_ids:
-            self.finish = Finish.STOP
-        elif (stop := self._stops.push(token)) is not None:
-            self.finish, self.stop_sequence = Finish.STOP_SEQUENCE, stop
-        elif len(self.output) >= self._sampling.max_tokens:
-            self.finish = Finish.LENGTH
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        kept = self._up_to_end(token_ids)
+        self.output.extend(token_ids[:kept])
+        self.logprobs.extend(logprobs[:kept])
+        self.versions.extend(versions[:kept])
+
+    def _up_to_end(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens are the answer's, which may end with one of them."""
+        room = self._sampling.max_tokens - len(self.output)
+        for count, token in enumerate(token_ids, 1):
+            if token in self._sampling.stop_token_ids:
+                self.finish = Finish.STOP
+            elif (stop := self._stops.push(token)) is not None:
+                self.finish, self.stop_sequence = Finish.STOP_SEQUENCE, stop
+            elif count == room:
+                self.finish = Finish.LENGTH
+            else:
+                continue
+            return count
+        return len(token_ids)
 
     def _close(self, chunk: Chunk, seat: Seat, start: int) -> None:
         """Take over what the engine says at its end: each token's version, its cache, and a finish of its own."""
@@ -326,18 +349,3 @@ class Generation:
         for departure in departures:
             if not departure.done():
                 departure.set_result(report)
-
-
-async def _abort(client: EngineClient, rid: str) -> bool:
-    """Ask the engine to let go of a request; one that cannot be reached holds none.
-
-    False when it does not know what is asked of it (a router does not): then only its connection's end ends the request.
-    """
-    try:
-        async with asyncio.timeout(_ABORT_S):
-            await client.abort(rid)
-    except EngineRefused as error:
-        return error.status not in _UNKNOWN
-    except (GyreError, TimeoutError):
-        pass
-    return True

@@ -60,8 +60,10 @@ class JournalWriter:
 
     async def sync(self) -> None:
         """Return when all that was appended so far is on disk, and at the peer where there is one that answers."""
-        copied = self._replica.caught_up() if self._replica is not None else _nothing()
-        await asyncio.gather(self._flushed(), copied)
+        if self._replica is None:
+            await self._flushed()
+        else:
+            await asyncio.gather(self._flushed(), self._replica.caught_up())
 
     async def _flushed(self) -> None:
         wanted = self._written
@@ -147,10 +149,6 @@ def look_at_journal(folder: Path) -> Found:
         if reading.good_bytes < len(data):
             return Found(records, path, reading.good_bytes)
     return Found(records, None, 0)
-
-
-async def _nothing() -> None:
-    """Of a journal without a copy."""
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def segments(folder: Path) -> list[Path]:
 
 def journals(root: Path) -> list[JournalPlace]:
     """Every journal under `root`, by run and attempt. A run that closes meanwhile is found once, or in both places."""
-    places = {(place.run, place.attempt): place for place in (*_closed(root), *open_journals(root))}
+    places = {(place.run, place.attempt): place for place in (*closed_journals(root), *open_journals(root))}
     return [places[key] for key in sorted(places)]
 
 
@@ -69,8 +68,12 @@ def open_journals(root: Path) -> list[JournalPlace]:
     return sorted(places, key=lambda place: (place.run, place.attempt))
 
 
-def _closed(root: Path) -> Iterator[JournalPlace]:
-    for folder in (root / "closed").iterdir() if (root / "closed").is_dir() else ():
-        run, _, attempt = folder.name.rpartition(".")
-        if run and _ATTEMPT.fullmatch(attempt):
-            yield JournalPlace(RunId(run), int(attempt), False, folder)
+def closed_journals(root: Path) -> list[JournalPlace]:
+    """Those of the runs that are closed, by run and attempt."""
+    places = [
+        JournalPlace(RunId(run), int(attempt), False, folder)
+        for folder in (root / "closed").glob("*")
+        for run, _, attempt in [folder.name.rpartition(".")]
+        if run and _ATTEMPT.fullmatch(attempt)
+    ]
+    return sorted(places, key=lambda place: (place.run, place.attempt))

@@ -266,7 +266,7 @@ class LiveRun:
             generation = work.generation
             async with self._turn:
                 self._append([self.session.end(call, generation.ending())])
-            self._texts.ended(call.id, generation.output)
+            self._texts.ended(call.id, call.base, generation.prompt_text, generation.output)
             self._metering.ended(
                 call.dialect,
                 generation.ending(),
@@ -300,7 +300,7 @@ class LiveRun:
             group=opened.group,
             prompt=lambda: self.session.prompt_of(call),
             prompt_tokens=tokens,
-            prompt_text=self._texts.prompt(call.id, call.base, call.suffix),
+            prompt_text=self._texts.prompt(call.base, call.suffix),
             sampling=Sampling(
                 temperature=opened.temperature,
                 max_tokens=call.max_tokens,

@@ -7,7 +7,7 @@ decision is by stands in `routing` (where to) and `turns` (who first). A call si
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from gyre.actors.messages import EngineRoute, SetRoutes
@@ -37,6 +37,8 @@ class Seating:
         self.routes: Mapping[CellId, EngineRoute] = {}
         self._closed: set[CellId] = set()
         self._suspects: set[CellId] = set()
+        self.uncertain: Collection[CellId] = ()
+        """Cells whose engines may still sample what was left there: nobody sits down at them."""
         self._sitting: dict[Sitter, CellId] = {}
         self._in_flight: Counter[CellId] = Counter()
         self._waiting: list[Sitter] = []
@@ -71,7 +73,7 @@ class Seating:
         self._suspects.discard(cell)
 
     def open(self) -> dict[CellId, EngineRoute]:
-        return open_engines(self.routes.values(), self.version, self._closed | self._suspects)
+        return open_engines(self.routes.values(), self.version, self._closed.union(self._suspects, self.uncertain))
 
     # ------------------------------------------------------------------------------------------ sitting
 

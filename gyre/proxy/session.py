@@ -7,20 +7,21 @@ it, tells `end` what was sampled and `deliver` that the harness has it, and jour
 
 from __future__ import annotations
 
-import json
 import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from gyre.actors.messages import OpenRun
 from gyre.harness.wire import GENERIC, Wire
 from gyre.ids import CallId
 from gyre.proxy.calls import Call, call_of, started
-from gyre.proxy.conversation import Answer, Conversation, Finish, Reply, ToolCall, digest
+from gyre.proxy.conversation import Answer, Conversation, Finish, Reply, ToolCall, ToolForm, digest
 from gyre.proxy.dialects.dialect import Dialect
 from gyre.proxy.faults import bad_request, too_long
+from gyre.proxy.json_text import exact, load
 from gyre.proxy.prompts import Prompt, Prompts
 from gyre.proxy.recognition import Threads, Walk
 from gyre.proxy.rendering import Rendering
@@ -43,6 +44,7 @@ from gyre.trajectory.tree import Fork, Tree
 
 _AROUND_FORK_TOKENS = 48
 """As much of each side of an unexplained fork as is told."""
+_NO_FORMS: Mapping[str, ToolForm] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +178,7 @@ class Session:
         minted, fork = self._settle(call, plain)
         if fork is not None and self._reason(call, fork) is ForkReason.UNEXPLAINED:
             _log.warning("run %s: an unexplained fork\n%s", self.opened.run, self._sides(fork))
-        return CallEnded(call=call.id, finish=ending.finish.value, minted=minted, answer=json.dumps(plain).encode())
+        return CallEnded(call=call.id, finish=ending.finish.value, minted=minted, answer=exact(plain))
 
     def fail(self, call: Call, *, seen: bool) -> None:
         """The call has no answer, by a fault of ours; `seen` where a harness is told so. A retry is a new call."""
@@ -192,11 +194,13 @@ class Session:
         self._undelivered.discard(call)
         return CallDelivered(call=call)
 
-    def reply(self, call: Call, model: str) -> Reply:
-        """The answer of an ended call under its names, which are the same each time."""
+    def reply(
+        self, call: Call, model: str, forms: Mapping[str, ToolForm] = _NO_FORMS, max_tokens: int | None = None
+    ) -> Reply:
+        """The answer of an ended call under its names, which are the same each time; the rest is its request's."""
         assert call.answer is not None
         name = self._dialects[call.dialect].message_id(self._stem(call))
-        return Reply(message_id=name, model=model, created_unix_s=int(call.started_unix_s), answer=call.answer)
+        return Reply(name, model, int(call.started_unix_s), call.answer, forms, max_tokens)
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -244,7 +248,7 @@ class Session:
                     call.logprobs.frombytes(entry.logprobs)
                     call.versions.frombytes(entry.versions)
                 case CallEnded() if (call := self._calls.get(entry.call)) is not None:
-                    self._settle(call, json.loads(entry.answer))
+                    self._settle(call, load(entry.answer))
                 case CallDelivered() if entry.call in self.tree:
                     self.deliver(entry.call)
                 case _:
@@ -309,7 +313,7 @@ class Session:
             reasoning_tokens=parsed.reasoning_tokens,
             cached_tokens=end["cached_tokens"],
         )
-        minted = self.reply(call, "").ids()
+        minted = (dialect.message_id(stem), *(tool_call.id for tool_call in calls))
         self._threads.add(call.id, call.chain, call.part.thread.name, call.answer, minted)
         self.continued_calls += end["continued"]
         self.recomputed_tokens += end["recomputed_tokens"]

@@ -1,8 +1,8 @@
-"""The radix structure under the trajectory tree: nodes that are ranges of three flat token arrays.
+"""The radix structure under the trajectory tree: nodes that are ranges of flat arrays.
 
 A node's tokens were sampled all by one call, or by none. Prompts are matched and shared; what was sampled always gets
-a node of its own, so that two equal samples stay two. 12 bytes a token; splitting a node moves none of them. Calls are
-known here only by their number (`maker`); what they mean is the tree's business.
+a node of its own, so that two equal samples stay two. 4 bytes a token, and 8 more where it was sampled; splitting a node
+moves none of them. Calls are known here only by their number (`maker`); what they mean is the tree's business.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Match(NamedTuple):
 class Radix:
     def __init__(self) -> None:
         self.ids = array("i")
-        self.logprobs = array("f")
+        self.logprobs = array("f")  # of the sampled tokens alone, and so are the versions
         self.versions = array("i")
-        # One entry a node. Its tokens are [start, start + length) of the flat arrays.
+        # One entry a node. Its tokens are ids[start : start + length], the log-probs of sampled ones begin at `drawn`.
         self.parent = array("i", (-1,))
         self.start = array("i", (0,))
+        self.drawn = array("i", (0,))
         self.length = array("i", (0,))
         self.depth = array("i", (0,))  # tokens from the root to the node's end
         self.maker = array("i", (-1,))  # the call that brought the tokens
@@ -65,24 +66,27 @@ class Radix:
 
     def add_prompt(self, parent: int, tokens: array[int], maker: int) -> int:
         """A new node of prompt tokens under `parent`."""
-        logprobs = array("f", bytes(4 * len(tokens)))
-        return self._extend(parent, tokens, logprobs, array("i", (NOT_SAMPLED,)) * len(tokens), maker, 0)
+        return self._extend(parent, tokens, maker, 0)
 
     def add_output(
         self, parent: int, tokens: array[int], logprobs: array[float], versions: array[int], maker: int
     ) -> int:
         """A new node of sampled tokens under `parent`."""
-        return self._extend(parent, tokens, logprobs, versions, maker, 1)
+        node = self._extend(parent, tokens, maker, 1)
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+        return node
 
     def split(self, node: int, kept: int) -> int:
         """Cut `node` after `kept` tokens; returns the new upper part. The lower keeps its number, and so its calls."""
         parent, start = self.parent[node], self.start[node]
-        upper = self._append(parent, start, kept, self.maker[node], self.sampled[node])
+        upper = self._append(parent, start, self.drawn[node], kept, self.maker[node], self.sampled[node])
         siblings = self._children[parent]
         assert siblings is not None
         siblings[self.ids[start]] = tuple(sibling for sibling in siblings[self.ids[start]] if sibling != node)
         self.parent[node] = upper
         self.start[node] = start + kept
+        self.drawn[node] += kept
         self.length[node] -= kept
         self._children[upper] = {self.ids[start + kept]: (node,)}
         return upper
@@ -100,17 +104,24 @@ class Radix:
             node = self.parent[node]
         return nodes[::-1]
 
-    def gather(self, values: array[Any], nodes: Sequence[int]) -> array[Any]:
-        """The entries of one of the flat arrays along `nodes`."""
-        gathered = array(values.typecode)
+    def ids_along(self, nodes: Sequence[int]) -> array[int]:
+        gathered = array("i")
         start = end = 0
         for node in nodes:
             if self.start[node] != end:  # what one thread added in a row lies in a row, and is copied at once
-                gathered.extend(values[start:end])
+                gathered.extend(self.ids[start:end])
                 start = self.start[node]
             end = self.start[node] + self.length[node]
-        gathered.extend(values[start:end])
+        gathered.extend(self.ids[start:end])
         return gathered
+
+    def logprobs_along(self, nodes: Sequence[int]) -> array[float]:
+        """One for each token, 0 where it was not sampled."""
+        return self._drawn_along(self.logprobs, array("f", (0.0,)), nodes)
+
+    def versions_along(self, nodes: Sequence[int]) -> array[int]:
+        """One for each token, NOT_SAMPLED where it was not."""
+        return self._drawn_along(self.versions, array("i", (NOT_SAMPLED,)), nodes)
 
     def tail(self, node: int, tokens: int) -> array[int]:
         """The last `tokens` ids of the path to the end of `node`; all of it where that has fewer."""
@@ -156,33 +167,31 @@ class Radix:
             if self.start[node] != covered or self.length[node] < 1:
                 yield f"node {node}: its tokens do not follow those of the node before it in memory"
             covered = self.start[node] + self.length[node]
-        if not covered == len(self.ids) == len(self.logprobs) == len(self.versions):
+        if covered != len(self.ids):
             yield f"tree: {len(self.ids)} tokens, of which the nodes hold {covered}"
+        drawn = 0
+        for node in sorted((node for node in nodes if self.sampled[node]), key=lambda node: self.drawn[node]):
+            if self.drawn[node] != drawn:
+                yield f"node {node}: its log-probs do not follow those of the node before it in memory"
+            drawn = self.drawn[node] + self.length[node]
+        if not drawn == len(self.logprobs) == len(self.versions):
+            yield f"tree: {len(self.logprobs)} log-probs, of which the nodes hold {drawn}"
         for node in nodes:
             if self.depth[node] != self.depth[self.parent[node]] + self.length[node]:
                 yield f"node {node}: its depth is not its parent's and its own length"
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _extend(
-        self,
-        parent: int,
-        tokens: array[int],
-        logprobs: array[float],
-        versions: array[int],
-        maker: int,
-        sampled: int,
-    ) -> int:
+    def _extend(self, parent: int, tokens: array[int], maker: int, sampled: int) -> int:
         start = len(self.ids)
         self.ids.extend(tokens)
-        self.logprobs.extend(logprobs)
-        self.versions.extend(versions)
-        return self._append(parent, start, len(tokens), maker, sampled)
+        return self._append(parent, start, len(self.logprobs), len(tokens), maker, sampled)
 
-    def _append(self, parent: int, start: int, length: int, maker: int, sampled: int) -> int:
+    def _append(self, parent: int, start: int, drawn: int, length: int, maker: int, sampled: int) -> int:
         node = len(self.parent)
         self.parent.append(parent)
         self.start.append(start)
+        self.drawn.append(drawn)
         self.length.append(length)
         self.depth.append(self.depth[parent] + length)
         self.maker.append(maker)
@@ -194,6 +203,13 @@ class Radix:
         first = self.ids[start]
         siblings[first] = (*siblings.get(first, ()), node)
         return node
+
+    def _drawn_along(self, values: array[Any], blank: array[Any], nodes: Sequence[int]) -> array[Any]:
+        gathered = array(values.typecode)
+        for node in nodes:
+            drawn, length = self.drawn[node], self.length[node]
+            gathered.extend(values[drawn : drawn + length] if self.sampled[node] else blank * length)
+        return gathered
 
     def _shared(self, node: int, tokens: array[int], position: int) -> int:
         """How many tokens of `node` equal those at `position`, by halving: equal ranges compare at memory speed."""

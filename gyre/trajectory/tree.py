@@ -209,7 +209,7 @@ class Tree:
 
     def prompt_ids(self, call: CallId) -> array[int]:
         """The call's exact prompt."""
-        return self._radix.gather(self._radix.ids, self._radix.path(self._call(call).prompt_node))
+        return self._radix.ids_along(self._radix.path(self._call(call).prompt_node))
 
     def prompt_tail(self, call: CallId, tokens: int) -> array[int]:
         """The last `tokens` of the call's prompt, at the cost of those."""
@@ -217,17 +217,17 @@ class Tree:
 
     def history_ids(self, call: CallId) -> array[int]:
         """The call's prompt and output: what a prompt that extends it begins with."""
-        return self._radix.gather(self._radix.ids, self._radix.path(self._call(call).end_node))
+        return self._radix.ids_along(self._radix.path(self._call(call).end_node))
 
     def output_ids(self, call: CallId) -> array[int]:
         """The call's exact output."""
-        return self._radix.gather(self._radix.ids, self._output_path(self._call(call)))
+        return self._radix.ids_along(self._output_path(self._call(call)))
 
     def output_logprobs(self, call: CallId) -> array[float]:
-        return self._radix.gather(self._radix.logprobs, self._output_path(self._call(call)))
+        return self._radix.logprobs_along(self._output_path(self._call(call)))
 
     def output_versions(self, call: CallId) -> array[int]:
-        return self._radix.gather(self._radix.versions, self._output_path(self._call(call)))
+        return self._radix.versions_along(self._output_path(self._call(call)))
 
     def lineages(self) -> list[LineageView]:
         """The lineages that end in a delivered answer, oldest leaf first.
@@ -360,10 +360,10 @@ class Tree:
             attempt=self.attempt,
             index=index,
             role=view.role,
-            token_ids=radix.gather(radix.ids, path).tobytes(),
+            token_ids=radix.ids_along(path).tobytes(),
             counted=bytes(counted),
-            logprobs=radix.gather(radix.logprobs, path).tobytes(),
-            versions=radix.gather(radix.versions, path).tobytes(),
+            logprobs=radix.logprobs_along(path).tobytes(),
+            versions=radix.versions_along(path).tobytes(),
         )
 
     def _call_faults(self) -> Iterator[str]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.journal_replica_process import ReplicaKeeper
 from gyre.actors.messages import (
     CloseRun,
+    DrainEngine,
+    DrainReport,
     EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
+    GetRoute,
     JobFailed,
     Ok,
     OpenRun,
@@ -32,6 +36,7 @@ from gyre.children import Child
 from gyre.config import JournalSection, ServerSection
 from gyre.demo import builtin
 from gyre.engine.access import http_key
+from gyre.errors import Refused
 from gyre.ids import CellId, GroupId, RunId
 from gyre.proxy.journal_writer import look_at_journal
 from gyre.proxy.replication import JournalReplica
@@ -52,9 +57,26 @@ class Scheduler(Actor):
         self._told.append(message)
 
 
+class Cell(Actor):
+    """One that has told its route long ago. It has just begun to start its engine when it is asked first."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    @handles(GetRoute)
+    async def route(self, _: GetRoute) -> EngineRoute:
+        self._asked += 1
+        if self._asked == 1:
+            raise Refused("no engine yet")
+        return ROUTE
+
+
 @asynccontextmanager
 async def a_gateway(
-    tmp_path: Path, server: ServerSection | None = None, journal: JournalSection | None = None
+    tmp_path: Path,
+    server: ServerSection | None = None,
+    journal: JournalSection | None = None,
+    cell: Callable[[], Actor] | None = None,
 ) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
     sections = {"server": server or SPEC.server, "journal": journal or SPEC.journal}
     site = a_site(tmp_path, SPEC.model_copy(update=sections))
@@ -64,6 +86,8 @@ async def a_gateway(
     try:
         async with ActorSystem.running("test") as system:
             site.refs["scheduler"] = system.spawn("scheduler", lambda: Scheduler(failed))
+            if cell is not None:
+                site.refs["cell-c0"] = system.spawn("cell-c0", cell)
             restart = Backoff(initial_s=0.01)
             site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
             yield site, failed
@@ -118,6 +142,26 @@ async def test_the_process_dies_and_the_actor_fails_and_nothing_is_forgotten(tmp
         await killed(site, kept)
         assert (await until_known(site)).base_url == before.base_url
         assert failed == []
+
+
+async def test_a_cell_that_lived_before_the_gateways_actor_did_is_asked_for_its_route(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre.actors.gateway.HEAR_S", 0.02)
+    async with a_gateway(tmp_path, cell=Cell) as (site, _):
+        async with asyncio.timeout(DEADLINE_S):
+            while (await status(site)).in_flight != {"c0": 0}:  # noqa: ASYNC110 - it is in another process
+                await asyncio.sleep(0.02)
+        assert site.routes == {"c0": ROUTE}
+
+
+async def test_an_order_to_drain_a_cell_that_has_opened_again_is_refused(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as (site, _):
+        await site.gateway.ask(RouteChanged(replace(ROUTE, accepting=True)), DEADLINE_S, Ok)
+        with pytest.raises(Refused, match="has opened again"):
+            await site.gateway.ask(DrainEngine(ROUTE.cell, False), DEADLINE_S, DrainReport)
+        await site.gateway.ask(RouteChanged(ROUTE), DEADLINE_S, Ok)
+        assert (await site.gateway.ask(DrainEngine(ROUTE.cell, False), DEADLINE_S, DrainReport)).requests == 0
 
 
 async def test_a_run_that_was_never_let_in_closes_empty(tmp_path: Path) -> None:

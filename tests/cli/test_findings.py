@@ -63,7 +63,13 @@ def test_without_a_job_the_machine_is_looked_at_and_an_expired_certificate_is_ex
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
     before = runner.invoke(app, ["doctor"])
-    assert {line.split()[1] for line in before.output.splitlines()} == {"torch", "megatron", "sandbox", "disk"}
+    assert {line.split()[1] for line in before.output.splitlines()} == {
+        "torch",
+        "megatron",
+        "transfer",
+        "sandbox",
+        "disk",
+    }
     pki.init(tmp_path / "pki", "lab", 30, now=datetime.now(UTC) - timedelta(days=60))
     after = runner.invoke(app, ["doctor"])
     assert after.exit_code == 1

@@ -95,6 +95,25 @@ async def test_only_the_last_chunk_has_a_finish_and_no_token_comes_twice(engine:
     assert len(answer.token_ids) == 200
 
 
+async def test_tokens_gather_for_as_long_as_they_may_but_for_the_first_and_the_last(engine: EngineUnderTest) -> None:
+    answer = await engine.run(engine.request(new_rid(), max_new_tokens=200, stream_interval=16))
+    sizes = [len(chunk.token_ids) for chunk in answer.chunks]
+    assert sum(sizes) == 200
+    assert sizes[0] < 16, "the first token is there at once"
+    assert len(sizes) <= 2 + 200 // 16
+    assert answer.last.version_spans == (VersionSpan(1, 0, 200),)
+
+
+async def test_what_has_gathered_is_there_when_a_request_is_aborted(engine: EngineUnderTest) -> None:
+    async with Live(engine, engine.request(new_rid(), max_new_tokens=LONG, stream_interval=LONG), first=1) as live:
+        await asyncio.sleep(0.1)
+        await engine.client.abort(live.request.rid)
+        stopped = await live.answer()
+    assert stopped.last.finish is not None
+    assert stopped.last.finish.kind == "abort"
+    assert len(stopped.token_ids) > 1
+
+
 async def test_a_stop_token_ends_the_answer_and_is_its_last_token(engine: EngineUnderTest) -> None:
     free = await engine.run(engine.request(new_rid(), max_new_tokens=12))
     stop = free.token_ids[5]

@@ -11,6 +11,7 @@ import pytest
 
 from gyre.engine.access import http_key
 from gyre.engine.client import Chunk, EngineClient, EngineRefused, GenerateRequest
+from gyre.kv_migrate.manifest import Manifest
 
 from .processes import LIMIT_S, EngineProcess, engine_process
 from .tiny_models import make_model
@@ -30,7 +31,7 @@ ENDPOINTS: dict[str, tuple[str, Any]] = {
     "/release_memory_occupation": ("POST", {}),
     "/resume_memory_occupation": ("POST", {}),
     "/kv/lack": ("POST", {"token_ids": PROMPT, "version": 1}),
-    "/kv/pull": ("POST", {"source": "127.0.0.1:1", "hashes": [], "version": 1, "layout": "x"}),
+    "/kv/pull": ("POST", {"source": "127.0.0.1:1", "manifest": Manifest("t", 1, "m", 1, "x", ()).to_json()}),
     "/model_info": ("GET", None),
     "/v1/loads": ("GET", None),
 }

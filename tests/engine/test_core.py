@@ -36,6 +36,7 @@ def request(rid: str, input_ids: list[int], max_new_tokens: int, **changes: Any)
         "seed": None,
         "extra_key": None,
         "stream": True,
+        "stream_interval": 1,
     }
     return SampleRequest(**fields | changes)
 

@@ -6,16 +6,17 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from aiohttp import web
-from engine.processes import engine_process
+from engine.processes import engine_command, engine_process
 from engine.tiny_models import FAMILIES, make_model
 
 from gyre.engine.access import http_key
@@ -23,8 +24,14 @@ from gyre.engine.client import Chunk, EngineClient, GenerateRequest
 from gyre.engine.local.core import EngineConfig, EngineCore
 from gyre.engine.local.kv_exchange import KvExchange
 from gyre.engine.local.server import EngineServer
+from gyre.kv_migrate.asking import Line, open_transfer
+from gyre.kv_migrate.choice import Kind
+from gyre.kv_migrate.conversation import Acknowledge, Fetch, Granted
+from gyre.kv_migrate.greeting import SharedSecret
+from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.prefix import move_prefix
 from gyre.kv_migrate.tcp import TcpTransport
+from kv_migrate.peers import between, certificates, need
 
 torch.set_num_threads(1)
 
@@ -51,7 +58,7 @@ async def serving(
 ) -> AsyncIterator[EngineClient]:
     """A whole engine behind real sockets, in this process."""
     core = EngineCore(EngineConfig(model, version, block_tokens, cache_tokens, prompt_tokens_per_step=64))
-    exchange = None if secret is None else KvExchange(await TcpTransport.open(secret))
+    exchange = None if secret is None else KvExchange(await TcpTransport.open(SharedSecret(secret)), "tcp")
     server = EngineServer(core, exchange, secret or b"")
     runner = web.AppRunner(server.application(), handler_cancellation=True)
     await runner.setup()
@@ -198,6 +205,21 @@ async def test_kv_of_another_version_is_refused_and_recomputed(llama: Path, tmp_
         assert after.token_ids == before.token_ids
 
 
+async def test_kv_of_other_weights_is_refused_though_their_version_is_the_same(llama: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", "llama", seed=5)
+    ids = prompt(100)
+    async with serving(llama) as source, serving(other) as target, serving(llama) as twin:
+        await sample(source, request(ids, 4))
+        alone = await sample(target, request(ids, 10))
+        await target.flush_cache()
+        report = await move_prefix(source, target, ids, 1, LIMIT_S)
+        assert (report.blocks, "model" in report.reason) == (0, True)
+        assert await sample(target, request(ids, 10)) == alone
+        await target.update_weights(str(llama), 1)
+        for receiver in (target, twin):
+            assert (await move_prefix(source, receiver, ids, 1, LIMIT_S)).blocks == 6, "what counts is what they are"
+
+
 async def test_engines_of_another_layout_exchange_nothing(llama: Path) -> None:
     ids = prompt(100)
     async with serving(llama) as source, serving(llama, block_tokens=8) as target:
@@ -269,12 +291,14 @@ async def test_a_source_that_is_frozen_or_killed_costs_no_more_than_the_deadline
     with engine_process(tmp_path / "source", llama, "--secret-file", str(tmp_path / "secret")) as process:
         async with EngineClient(process.url, key=http_key(SECRET.decode())) as source, serving(llama) as target:
             whole = await sample(source, request(ids, 10))
+            info = await source.info()
             process.signal(signal.SIGSTOP)
             frozen = await move_prefix(source, target, ids, 1, 0.4)
             assert (frozen.blocks, frozen.reason) == (0, "not done within 0.4 s")
             # Its blocks can be asked for directly as well: the pull has a deadline of its own.
             lack = await target.kv_lack(ids, 1)
-            pulled = await target.kv_pull(process.kv_address, lack.missing, 1, lack.layout, 0.3)
+            manifest = Manifest("t", info.kv_epoch, info.kv_model, 1, lack.layout, lack.missing)
+            pulled = await target.kv_pull(process.kv_address, manifest, 0.3)
             assert (pulled.blocks, "within 0.3 s" in pulled.reason) == (0, True)
             process.signal(signal.SIGCONT)
             os.kill(process.process.pid, signal.SIGKILL)
@@ -285,3 +309,125 @@ async def test_a_source_that_is_frozen_or_killed_costs_no_more_than_the_deadline
             answer = await sample(target, request(ids, 10))
             assert answer.cached_tokens == 0
             assert answer.token_ids == whole.token_ids
+
+
+@asynccontextmanager
+async def source_engine(folder: Path, model: Path, *options: str) -> AsyncIterator[EngineClient]:
+    """An engine in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "secret").write_bytes(SECRET)
+    with engine_process(folder, model, "--secret-file", str(folder / "secret"), *options) as process:
+        async with EngineClient(process.url, key=http_key(SECRET.decode())) as client:
+            yield client
+
+
+async def about(source: EngineClient, target: EngineClient, ids: list[int]) -> Manifest:
+    info, lack = await source.info(), await target.kv_lack(ids[:-1], 1)
+    return Manifest(uuid.uuid4().hex, info.kv_epoch, info.kv_model, 1, lack.layout, lack.missing)
+
+
+async def fetch(line: Line, wanted: Manifest, count: int) -> bytes:
+    await line.ask(Fetch(wanted.transfer, wanted.epoch, 0, count), Granted)
+    return await (await line.stream()).receive(count)
+
+
+async def test_blocks_that_a_peer_reads_are_not_evicted_however_much_else_the_source_has_to_hold(
+    llama: Path, tmp_path: Path
+) -> None:
+    ids = prompt(200)
+    async with source_engine(tmp_path / "s", llama, "--cache-tokens", "512") as source, serving(llama) as target:
+        whole = await sample(source, request(ids, 1))
+        address = (await source.info()).kv_address
+        first, second = (Line(Kind.TCP, address, SharedSecret(SECRET)) for _ in range(2))
+        wanted = await about(source, target, ids)
+        sizes = (await open_transfer(first, wanted, Kind.TCP, LIMIT_S)).sizes
+        before = await fetch(first, wanted, sum(sizes))
+        again = replace(wanted, transfer="again")
+        await open_transfer(second, again, Kind.TCP, LIMIT_S)
+        await (await first.stream()).send_frame(Acknowledge(wanted.transfer, wanted.epoch))
+        for salt in range(1, 6):
+            await sample(source, request(prompt(200, salt), 20))
+        assert await fetch(second, again, sum(sizes)) == before
+        await (await second.stream()).send_frame(Acknowledge("again", again.epoch))
+        for salt in range(6, 11):
+            await sample(source, request(prompt(200, salt), 20))
+        first.close()
+        second.close()
+        assert len((await source.kv_lack(ids[:-1], 1)).missing) == 12, "once nobody reads them they make room"
+        report = await move_prefix(source, target, ids, 1, LIMIT_S)
+        assert (report.blocks, report.reason) == (0, "12 of 12 blocks were gone or found no room")
+        assert (await sample(target, request(ids, 1))).token_ids == whole.token_ids
+
+
+async def test_a_block_that_comes_damaged_is_recomputed(llama: Path, tmp_path: Path) -> None:
+    ids = prompt(200)
+    async with source_engine(tmp_path / "s", llama) as source, serving(llama) as target:
+        whole = await sample(source, request(ids, 10))
+
+        def damage(data: bytes, offset: int) -> bytes:
+            changed = bytearray(data)
+            if offset <= 30_000 < offset + len(data):
+                changed[30_000 - offset] ^= 0x10
+            return bytes(changed)
+
+        async with between((await source.info()).kv_address, damage) as address:
+            pulled = await target.kv_pull(address, await about(source, target, ids), LIMIT_S)
+            assert (pulled.blocks, pulled.damaged, pulled.reason) == (11, 1, "")
+        answer = await sample(target, request(ids, 10))
+        assert (answer.token_ids, answer.cached_tokens) == (whole.token_ids, 48)
+
+
+async def test_a_pull_that_is_cancelled_anywhere_commits_whole_blocks_or_none(llama: Path, tmp_path: Path) -> None:
+    """Whoever asks goes away at a random moment: the engine's memory is its own again, and holds nothing wrong."""
+    ids = prompt(300)
+    noise = random.Random(2)
+    async with source_engine(tmp_path / "s", llama) as source, serving(llama) as target:
+        whole = await sample(source, request(ids, 10))
+        address = (await source.info()).kv_address
+        for _ in range(12):
+            pulling = asyncio.ensure_future(target.kv_pull(address, await about(source, target, ids), LIMIT_S))
+            await asyncio.sleep(noise.random() * 0.02)
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
+            assert (await sample(target, request(ids, 10))).token_ids == whole.token_ids
+            await target.release_memory()
+            await target.resume_memory()
+        await source.release_memory()
+
+
+@pytest.mark.parametrize("way", ["certificates", "mooncake-tcp"])
+async def test_engines_move_kv_over_certificates_and_over_mooncake(llama: Path, tmp_path: Path, way: str) -> None:
+    ids = prompt(200)
+    options: dict[str, list[str]] = {"a": ["--kv-transport", way], "b": ["--kv-transport", way]}
+    if way == "certificates":
+        certificates(tmp_path, "a", "b")
+        for node in options:
+            options[node] = [
+                "--certificates",
+                *(str(tmp_path / file) for file in ("ca.pem", f"{node}.pem", f"{node}.key")),
+            ]
+    else:
+        need(Kind.MOONCAKE_TCP)
+    async with (
+        source_engine(tmp_path / "s", llama, *options["a"]) as source,
+        source_engine(tmp_path / "t", llama, *options["b"]) as target,
+        serving(llama) as outsider,
+    ):
+        whole = await sample(source, request(ids, 10))
+        kind = "tcp" if way == "certificates" else way
+        assert (await source.info()).kv_carrier.startswith(f"{kind}: ")
+        assert (await move_prefix(source, outsider, ids, 1, 3.0)).blocks == 0
+        report = await move_prefix(source, target, ids, 1, LIMIT_S)
+        assert (report.blocks, report.reason) == (12, "")
+        answer = await sample(target, request(ids, 10))
+        assert (answer.token_ids, answer.cached_tokens) == (whole.token_ids, whole_blocks(len(ids)))
+
+
+def test_an_engine_that_cannot_have_the_transport_it_was_given_says_so_and_ends(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(SECRET)
+    options = ("--version", "1", "--secret-file", str(tmp_path / "secret"), "--kv-transport", "mooncake")
+    ended = subprocess.run(
+        engine_command(llama, *options), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ended.returncode == 2
+    assert "transport: 'mooncake' is not allowed; it needs an RDMA device" in ended.stderr

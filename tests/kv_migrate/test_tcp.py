@@ -1,222 +1,166 @@
-"""The TCP transport against peers that lie, stop, die or do not know the secret."""
+"""Our TCP transport against a network that changes, cuts and stalls what goes over it, and peers that do not belong."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from gyre import pki
+from gyre.credentials import Credentials
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
-from gyre.kv_migrate.tcp import TcpTransport
-from gyre.kv_migrate.transport import BlockLease, DamagedBlock, Manifest
-
-SECRET = b"a secret of the engines"
-SIZE = 4096
-LIMIT_S = 20.0
-
-
-@dataclass
-class Shelf:
-    """A source of blocks in memory that remembers who holds what."""
-
-    content: dict[bytes, bytes]
-    version: int = 1
-    held: int = 0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def lease(self, manifest: Manifest) -> BlockLease:
-        if manifest.version != self.version:
-            raise Refused(f"version {self.version} is here")
-        self.held += 1
-        return ShelfLease(self, [memoryview(self.content[n]) if n in self.content else None for n in manifest.blocks])
-
-
-@dataclass
-class ShelfLease:
-    shelf: Shelf
-    blocks: Sequence[memoryview | None]
-    over: bool = False
-
-    def end(self) -> None:
-        if not self.over:
-            self.over = True
-            self.shelf.held -= 1
-            self.shelf.ended.set()
+from gyre.kv_migrate import spans
+from gyre.kv_migrate.asking import Line, open_transfer
+from gyre.kv_migrate.choice import Kind
+from gyre.kv_migrate.conversation import Acknowledge, AskChecksums, Checksums, Fetch, Granted
+from gyre.kv_migrate.greeting import Certificates, SharedSecret
+from gyre.kv_migrate.leases import RESUME_S
+from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.transport import BlockLease
+from kv_migrate.peers import (
+    LIMIT_S,
+    SECRET,
+    SIZE,
+    Shelf,
+    between,
+    certificates,
+    manifest,
+    name,
+    pull,
+    right,
+    serving,
+    shelf,
+)
 
 
-def shelf(count: int, seed: int = 0) -> Shelf:
-    noise = random.Random(seed)
-    return Shelf({bytes([index]): noise.randbytes(SIZE) for index in range(count)})
-
-
-def manifest(*names: int, version: int = 1) -> Manifest:
-    return Manifest("t", version, "layout", tuple(bytes([name]) for name in names))
-
-
-@asynccontextmanager
-async def serving(source: Shelf | None, secret: bytes = SECRET) -> AsyncIterator[TcpTransport]:
-    transport = await TcpTransport.open(secret)
-    try:
-        if source is not None:
-            transport.register(source)
-        yield transport
-    finally:
-        await transport.close()
-
-
-@asynccontextmanager
-async def between(address: str, change: Callable[[bytes, int], bytes | None]) -> AsyncIterator[str]:
-    """A man in the middle: `change(data, offset)` sees what the server sends; None cuts the connection."""
-    host, port = address.removeprefix("tcp:").rsplit(":", 1)
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
-
-        async def forward() -> None:
-            while data := await reader.read(65536):
-                up_writer.write(data)
-
-        async def back() -> None:
-            offset = 0
-            while data := await up_reader.read(65536):
-                changed = change(data, offset)
-                offset += len(data)
-                if changed is None:
-                    return
-                writer.write(changed)
-
-        forwarding = asyncio.ensure_future(forward())
-        try:
-            await back()
-        except ConnectionError:
-            pass
-        finally:
-            forwarding.cancel()
-            writer.transport.abort()
-            up_writer.transport.abort()
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    try:
-        yield f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-
-
-async def lease_is_over(source: Shelf) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await source.ended.wait()
-    assert source.held == 0
-
-
-async def test_blocks_arrive_as_they_were_sent_in_the_order_asked() -> None:
-    source = shelf(5)
-    async with serving(source) as server, serving(None) as client:
-        received = await client.pull(server.describe(), manifest(3, 0, 4), SIZE, LIMIT_S)
-        assert [(name, bytes(data)) for name, data in received.blocks] == [
-            (bytes([n]), source.content[bytes([n])]) for n in (3, 0, 4)
-        ]
-        assert received.bytes == 3 * SIZE
-        await lease_is_over(source)
-
-
-async def test_blocks_that_the_source_has_not_are_left_out() -> None:
-    async with serving(shelf(2)) as server, serving(None) as client:
-        received = await client.pull(server.describe(), manifest(0, 9, 1), SIZE, LIMIT_S)
-        assert [name for name, _ in received.blocks] == [b"\x00", b"\x01"]
-
-
-async def test_many_transfers_at_once_do_not_mix() -> None:
-    source = shelf(64)
-    async with serving(source) as server, serving(None) as client:
-        wanted = [tuple(random.Random(seed).sample(range(64), 30)) for seed in range(20)]
-        results = await asyncio.gather(
-            *(client.pull(server.describe(), manifest(*names), SIZE, LIMIT_S) for names in wanted)
-        )
-        for names, received in zip(wanted, results, strict=True):
-            assert [bytes(data) for _, data in received.blocks] == [source.content[bytes([n])] for n in names]
-
-
-async def test_a_refusal_of_the_source_is_told() -> None:
-    async with serving(shelf(1)) as server, serving(None) as client:
-        with pytest.raises(Refused, match="version 1 is here"):
-            await client.pull(server.describe(), manifest(0, version=2), SIZE, LIMIT_S)
-
-
-async def test_a_peer_that_serves_nothing_refuses() -> None:
-    async with serving(None) as server, serving(None) as client:
-        with pytest.raises(Refused, match="serves nothing"):
-            await client.pull(server.describe(), manifest(0), SIZE, LIMIT_S)
-
-
-async def test_blocks_of_another_size_are_refused() -> None:
-    async with serving(shelf(1)) as server, serving(None) as client:
-        with pytest.raises(Refused, match=f"{SIZE} bytes"):
-            await client.pull(server.describe(), manifest(0), SIZE // 2, LIMIT_S)
-
-
-async def test_a_client_without_the_secret_gets_nothing_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    source = shelf(1)
-    async with serving(source) as server, serving(None, secret=b"another secret entirely") as client:
-        for _ in range(3):
-            with pytest.raises(GyreError):
-                await client.pull(server.describe(), manifest(0), SIZE, LIMIT_S)
-        host, port = server.describe().removeprefix("tcp:").rsplit(":", 1)
-        for _ in range(2):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: */*\r\n\r\n")
-            with suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
-            writer.close()
-    assert source.held == 0
-    assert not source.ended.is_set(), "no block was ever held for it"
-    # The transport that could not prove the server's side hangs up by itself; the other one is a stranger, said once.
-    assert sum("without knowing the shared secret" in line for line in caplog.messages) == 1
+def line(address: str) -> Line:
+    """A receiver of which every step is a test's."""
+    return Line(Kind.TCP, address, SharedSecret(SECRET))
 
 
 async def test_a_server_without_the_secret_is_not_believed() -> None:
-    async with serving(shelf(1), secret=b"an impostor's own secret") as server, serving(None) as client:
+    async with serving(shelf(1), SharedSecret(b"an impostor's own secret")) as server, serving(None) as client:
         with pytest.raises(Refused, match="does not know the shared secret"):
-            await client.pull(server.describe(), manifest(0), SIZE, LIMIT_S)
+            await pull(client, server.describe(), manifest(server.epoch, 0))
+
+
+async def test_only_nodes_of_the_same_authority_are_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    ours, _ = certificates(tmp_path / "ours", "a", "b")
+    (theirs,) = certificates(tmp_path / "theirs", "b")
+    (person,) = certificates(tmp_path / "ours", "ada", kind=pki.Kind.CLIENT)
+    source = shelf(1)
+    async with serving(source, ours) as server:
+        for stranger in (theirs, person, SharedSecret(SECRET)):
+            async with serving(None, stranger) as client:
+                with pytest.raises(GyreError):
+                    await pull(client, server.describe(), manifest(server.epoch, 0), deadline_s=3.0)
+    assert (source.held, source.ended.is_set()) == (0, False)
+    assert sum("is refused (said once)" in said for said in caplog.messages) == 1
+
+
+def test_a_certificate_that_is_not_there_is_named_when_the_transport_is_made(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"ca\.pem"):
+        Certificates(Credentials(tmp_path / "ca.pem", tmp_path / "a.pem", tmp_path / "a.key"))
 
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_bit_flipped_on_the_wire_never_becomes_a_block(seed: int) -> None:
     source = shelf(3)
     noise = random.Random(seed)
-    # Past the greeting and the offer lie 3 * SIZE bytes of blocks; some flips hit the frames before them.
+    # Past the greeting lie the offer and 3 * SIZE bytes of blocks; some flips hit the frames before and after them.
     place = noise.randrange(64, 3 * SIZE)
+    flips: list[int] = []
 
     def flip(data: bytes, offset: int) -> bytes:
-        if not offset <= place < offset + len(data):
+        if flips or not offset <= place < offset + len(data):
             return data
+        flips.append(place)
         changed = bytearray(data)
         changed[place - offset] ^= 1 << noise.randrange(8)
         return bytes(changed)
 
     async with serving(source) as server, serving(None) as client, between(server.describe(), flip) as address:
-        with pytest.raises((DamagedBlock, Refused, Unavailable, BadInput)):
-            await client.pull(address, manifest(0, 1, 2), SIZE, 3.0)
+        try:
+            received = await pull(client, address, manifest(server.epoch, 0, 1, 2), deadline_s=3.0)
+        except (Refused, Unavailable, BadInput):
+            pass
+        else:
+            assert (len(right(received)), received.damaged) == (2, 1)
+    assert flips
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_connection_cut_at_any_byte_is_unavailable_and_the_source_lets_go(seed: int) -> None:
-    source = shelf(3)
-    place = random.Random(seed).randrange(200, 3 * SIZE)
+async def test_a_pull_goes_on_where_its_connection_broke_and_fetches_no_byte_twice(seed: int) -> None:
+    """Cut at a random byte of each of the first three connections."""
+    source = shelf(64)
+    noise = random.Random(seed)
+    places = [noise.randrange(100, 64 * SIZE // 3) for _ in range(3)]
+    connections: list[int] = []
 
     def cut(data: bytes, offset: int) -> bytes | None:
-        return None if offset + len(data) > place else data
+        if offset == 0:
+            connections.append(0)
+        if len(connections) <= len(places) and offset + len(data) > places[len(connections) - 1]:
+            return None
+        connections[-1] += len(data)
+        return data
 
     async with serving(source) as server, serving(None) as client, between(server.describe(), cut) as address:
+        assert right(await pull(client, address, manifest(server.epoch, *range(64)))) == list(range(64))
+        await source.is_free()
+    assert len(connections) == len(places) + 1
+    frames = 400 * len(connections) + 64 * 16
+    assert sum(connections) <= 64 * SIZE + frames
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_all_streams_of_a_large_transfer_may_break_at_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_STREAM_BYTES", 10 * SIZE)
+    monkeypatch.setattr(spans, "_SPAN_BYTES", 5 * SIZE)
+    source = shelf(64)
+    noise = random.Random(seed)
+    begun, all_there = 0, asyncio.Event()
+
+    def cut(data: bytes, offset: int) -> bytes | None:
+        nonlocal begun
+        begun += offset == 0
+        if begun == spans.STREAMS:
+            all_there.set()
+        broken = begun <= spans.STREAMS + 2 and noise.random() < 0.5
+        return None if all_there.is_set() and broken else data
+
+    async with serving(source) as server, serving(None) as client, between(server.describe(), cut) as address:
+        assert right(await pull(client, address, manifest(server.epoch, *range(64)))) == list(range(64))
+        await source.is_free()
+    assert begun > spans.STREAMS
+
+
+async def test_a_certificate_that_goes_away_under_way_ends_one_connection_and_not_the_serving(tmp_path: Path) -> None:
+    ours, theirs = certificates(tmp_path, "a", "b")
+    async with serving(shelf(1), ours) as server, serving(None, theirs) as client:
+        (tmp_path / "a.key").rename(tmp_path / "aside")
         with pytest.raises(Unavailable):
-            await client.pull(address, manifest(0, 1, 2), SIZE, LIMIT_S)
-        if source.held:
-            await lease_is_over(source)
+            await pull(client, server.describe(), manifest(server.epoch, 0))
+        (tmp_path / "aside").rename(tmp_path / "a.key")
+        assert right(await pull(client, server.describe(), manifest(server.epoch, 0))) == [0]
+
+
+async def test_a_connection_that_breaks_again_and_again_is_given_up_and_the_source_lets_go() -> None:
+    source = shelf(3)
+    async with (
+        serving(source) as server,
+        serving(None) as client,
+        between(server.describe(), lambda data, offset: None if offset + len(data) > 100 else data) as address,
+    ):
+        with pytest.raises(Unavailable, match="was lost"):
+            await pull(client, address, manifest(server.epoch, 0, 1, 2))
+        await source.is_free()
 
 
 async def test_a_peer_that_never_answers_costs_the_deadline_and_no_more() -> None:
@@ -227,7 +171,7 @@ async def test_a_peer_that_never_answers_costs_the_deadline_and_no_more() -> Non
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     async with serving(None) as client:
         with pytest.raises(Unavailable, match=r"within 0\.2 s"):
-            await client.pull(f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}", manifest(0), SIZE, 0.2)
+            await pull(client, f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}", manifest(1, 0), deadline_s=0.2)
     server.close()
 
 
@@ -236,13 +180,13 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
         address = gone.describe()
     async with serving(None) as client:
         with pytest.raises(Unavailable):
-            await client.pull(address, manifest(0), SIZE, LIMIT_S)
+            await pull(client, address, manifest(1, 0))
 
 
 @asynccontextmanager
 async def stalling(address: str) -> AsyncIterator[str]:
     """A relay that passes on the server's greeting and then reads no more of what it sends."""
-    host, port = address.removeprefix("tcp:").rsplit(":", 1)
+    _, host, port = address.split(":")
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection(host, int(port), limit=4096)
@@ -264,23 +208,101 @@ async def stalling(address: str) -> AsyncIterator[str]:
 
 
 async def test_a_fence_cuts_a_slow_reader_off_and_its_blocks_are_free() -> None:
-    source = Shelf({bytes([index]): bytes(1 << 20) for index in range(64)})
-    async with serving(source) as server, serving(None) as client, stalling(server.describe()) as address:
-        pulling = asyncio.ensure_future(client.pull(address, manifest(*range(64)), 1 << 20, LIMIT_S))
-        async with asyncio.timeout(LIMIT_S):
-            while not source.held:  # noqa: ASYNC110 - the other side's state
-                await asyncio.sleep(0.01)
+    source = Shelf({name(index): bytes(1 << 20) for index in range(64)})
+    async with serving(source) as server:
+        reader = line(server.describe())
+        wanted = manifest(server.epoch, *range(64))
+        await open_transfer(reader, wanted, Kind.TCP, LIMIT_S)
+        await reader.ask(Fetch(wanted.transfer, wanted.epoch, 0, 64 << 20), Granted)
+        assert source.held == 1
         await server.fence(0.1)
         assert source.held == 0
-        pulling.cancel()
-        await asyncio.gather(pulling, return_exceptions=True)
+        with pytest.raises((OSError, EOFError)):
+            await (await reader.stream()).receive(64 << 20)
+        reader.close()
 
 
-@pytest.mark.parametrize("address", ["", "tcp:", "tcp:host", "unix:/tmp/x", "tcp:host:port", "127.0.0.1:80"])
-async def test_an_address_of_another_form_is_refused_by_name(address: str) -> None:
-    async with serving(None) as client:
-        with pytest.raises(BadInput, match="tcp:HOST:PORT"):
-            await client.pull(address, manifest(0), SIZE, LIMIT_S)
+async def test_a_fence_waits_for_a_lease_that_is_being_taken() -> None:
+    source = shelf(1)
+    gate, asked = asyncio.Event(), asyncio.Event()
+    take = source.lease
+
+    async def wait(wanted: Manifest) -> BlockLease:
+        asked.set()
+        await gate.wait()
+        return await take(wanted)
+
+    source.lease = wait  # type: ignore[method-assign]
+    async with serving(source) as server, serving(None) as client:
+        pulling = asyncio.ensure_future(pull(client, server.describe(), manifest(server.epoch, 0)))
+        await asked.wait()
+        fencing = asyncio.ensure_future(server.fence(0.0))
+        await asyncio.sleep(0.1)
+        assert not fencing.done()
+        gate.set()
+        await fencing
+        assert source.held == 0
+        with pytest.raises(Refused, match="holds no blocks"):
+            await pulling
+
+
+async def test_an_acknowledgement_of_a_fenced_epoch_frees_nothing_of_the_next() -> None:
+    source = shelf(1)
+    async with serving(source) as server:
+        late, next_one = line(server.describe()), line(server.describe())
+        old = manifest(server.epoch, 0, transfer="x")
+        await open_transfer(late, old, Kind.TCP, LIMIT_S)
+        await server.fence(0.0)
+        assert source.held == 0
+        new = manifest(server.epoch, 0, transfer="x")
+        await open_transfer(next_one, new, Kind.TCP, LIMIT_S)
+        late.close()  # it was cut; it comes again with what it has to say
+        await (await late.stream()).send_frame(Acknowledge("x", old.epoch))
+        with pytest.raises(Refused, match="holds no blocks"):
+            await late.ask(AskChecksums("x", old.epoch), Checksums)  # so the acknowledgement was heard
+        assert source.held == 1
+        await (await next_one.stream()).send_frame(Acknowledge("x", new.epoch))
+        await source.is_free()
+        late.close()
+        next_one.close()
+
+
+async def test_blocks_are_held_while_a_receiver_comes_back_and_not_for_ever() -> None:
+    source = shelf(2)
+    async with serving(source) as server:
+        reader = line(server.describe())
+        wanted = manifest(server.epoch, 0, 1)
+        await open_transfer(reader, wanted, Kind.TCP, LIMIT_S)
+        reader.close()
+        await asyncio.sleep(RESUME_S / 4)
+        assert source.held == 1
+        await reader.ask(Fetch(wanted.transfer, wanted.epoch, 0, SIZE), Granted)
+        assert await (await reader.stream()).receive(SIZE) == source.content[name(0)]
+        reader.close()
+        await source.is_free()
+        with pytest.raises(Refused, match="holds no blocks"):
+            await reader.ask(Fetch(wanted.transfer, wanted.epoch, SIZE, 2 * SIZE), Granted)
+        reader.close()
+
+
+async def test_a_receiver_that_holds_on_without_reading_loses_its_blocks_when_its_time_is_over() -> None:
+    source = shelf(1)
+    async with serving(source) as server:
+        reader = line(server.describe())
+        await open_transfer(reader, manifest(server.epoch, 0), Kind.TCP, 0.2)
+        await source.is_free()
+        reader.close()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, SIZE + 1), (-1, 5), (5, 5), (7, 3), (SIZE, 2 * SIZE)])
+async def test_bytes_beside_what_was_offered_are_refused(begin: int, end: int) -> None:
+    async with serving(shelf(4)) as server:
+        reader = line(server.describe())
+        wanted = manifest(server.epoch, 0)
+        await open_transfer(reader, wanted, Kind.TCP, LIMIT_S)
+        with pytest.raises(Refused, match="not among"):
+            await reader.ask(Fetch(wanted.transfer, wanted.epoch, begin, end), Granted)
+        reader.close()
 
 
 async def test_a_source_that_fails_does_not_end_the_serving_of_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +315,7 @@ async def test_a_source_that_fails_does_not_end_the_serving_of_others(caplog: py
     broken.lease = fail  # type: ignore[method-assign]
     async with serving(broken) as server, serving(None) as client:
         with pytest.raises(Unavailable):
-            await client.pull(server.describe(), manifest(0), SIZE, LIMIT_S)
+            await pull(client, server.describe(), manifest(server.epoch, 0))
         assert "a fault of ours" in caplog.text
         server.register(source)
-        assert (await client.pull(server.describe(), manifest(0), SIZE, LIMIT_S)).bytes == SIZE
+        assert (await pull(client, server.describe(), manifest(server.epoch, 0))).bytes == SIZE

@@ -175,7 +175,7 @@ class ScriptedEngine:
         if len(self.pulls) <= len(self.pull_gates):
             await self.pull_gates[len(self.pulls) - 1].wait()
         self._cached.append(pending)
-        blocks = len(body["hashes"])
+        blocks = len(body["manifest"]["blocks"])
         return web.json_response({"blocks": blocks, "bytes": 10 * blocks, "seconds": 0.001, "reason": ""})
 
 

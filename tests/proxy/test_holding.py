@@ -59,11 +59,11 @@ async def test_official_clients_bear_a_heartbeat_and_then_get_the_answer(proxy: 
 
 async def test_heartbeats_are_comments_or_pings_and_a_fault_after_them_is_an_event(proxy: Proxy) -> None:
     for path, beat, fault in (
-        ("chat/completions", b": held\n\n", b'data: {"error": {"message": "the run was closed"'),
+        ("chat/completions", b": held\n\n", b'data: {"error":{"message":"the run was closed"'),
         (
             "messages",
             b"event: ping\n",
-            b'event: error\ndata: {"type": "error", "error": {"type": "invalid_request_error"',
+            b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"',
         ),
     ):
         run = path.partition("/")[0]

@@ -169,6 +169,9 @@ async def test_killed_in_the_middle_of_a_call_the_run_goes_on_and_no_token_count
     await gateway.start()
     assert (await gateway.order("status"))["open_runs"] == 1
     assert await gateway.order("close_run", run="r", attempt=1) == trace
+    for address, status in ((base, 410), (f"{base}-not", 401), (f"{gateway.base_url}/run/nobody/key-r", 401)):
+        async with gateway.http.get(f"{address}/v1/models") as response:
+            assert response.status == status, address
 
 
 async def test_killed_or_ended_in_the_middle_of_a_stream_the_client_has_seen_nothing_that_it_cannot_retry(

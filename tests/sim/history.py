@@ -5,8 +5,6 @@ tests/sim/test_parts.py holds it to the same suite as the product's.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from gyre.errors import BadInput
 from gyre.store.protocol import Compacted, Event, KeyValue, Page, Txn, TxnResult
 
@@ -49,8 +47,10 @@ class PlainHistory:
         """The changes of keys with `prefix` from `from_revision` on."""
         if from_revision < self.compacted:
             raise Compacted(self.compacted)
-        start = bisect_left(self._log, from_revision, key=lambda event: event.kv.mod_revision)
-        return [event for event in self._log[start:] if event.kv.key.startswith(prefix)]
+        log, start = self._log, len(self._log)
+        while start and log[start - 1].kv.mod_revision >= from_revision:  # it is the newest that are asked for
+            start -= 1
+        return [event for event in log[start:] if event.kv.key.startswith(prefix)]
 
     def compact(self, revision: int) -> None:
         if revision > self.revision:

@@ -2,7 +2,8 @@
 
 A message arrives at most once, messages of one reference in order. An ask ends with an answer, at its deadline, or
 with Unavailable when the connection breaks or the peer dies; whether it was handled is then unknown. While two places
-are cut off, what is sent waits, as TCP has it, and arrives when they are together again.
+are cut off, what is sent waits, as TCP has it, and arrives when they are together again. A stream is one connection: its ends
+learn of each other's end by what comes over it, or by themselves when nothing does for long.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gyre.actors.supervision import ActorFailed
+from gyre.engine.unheard import UNHEARD_S
 from gyre.errors import BadInput, GyreError, Unavailable
 
 from .loop import Process, SimLoop
@@ -44,36 +46,119 @@ class _Asked:
     serving: asyncio.Task[None] | None = None
 
 
+class Stream:
+    """One connection: what is asked goes there, what is answered comes back piece by piece.
+
+    `heard` is called at the near end with each piece, or with Unavailable when it is lost; `closed` at the far end when
+    that has learnt that the near one is gone.
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        near: tuple[str, Process],
+        far: tuple[str, Process],
+        heard: Callable[[object], None],
+        closed: Callable[[], None],
+    ) -> None:
+        self._net = net
+        self.near_place, self.near = near
+        self.far_place, self.far = far
+        self._heard = heard
+        self._closed = closed
+        net.streams[self] = None
+        self.over = False
+        """At the near end: nothing is heard any more, and what has not arrived will not."""
+
+    def ask(self, deliver: Callable[[], object]) -> None:
+        self._there(lambda: self.over or deliver())
+
+    def answer(self, piece: object) -> None:
+        self._back(lambda: self.over or self._heard(piece))
+
+    def close(self) -> None:
+        """By the near end."""
+        if not self.over:
+            self.over = True
+            self._there(self.hang_up)
+
+    def lose(self) -> None:
+        """The near end learns that it is over."""
+        if not self.over:
+            self._heard(Unavailable("the connection is lost"))
+            self.close()
+
+    def died(self) -> None:
+        """The far end's process is gone; its machine says so."""
+        self._net.streams.pop(self, None)
+        self._back(self.lose)
+
+    def hang_up(self) -> None:
+        """The far end learns that it is over."""
+        if self._net.streams.pop(self, self) is None:
+            self._closed()
+
+    def _there(self, deliver: Callable[[], object]) -> None:
+        self._net.post((self, True), self.near_place, self.far_place, self.far, deliver)
+
+    def _back(self, deliver: Callable[[], object]) -> None:
+        self._net.post((self, False), self.far_place, self.near_place, self.near, deliver)
+
+
 class Network:
     def __init__(self, loop: SimLoop, rng: random.Random) -> None:
         self.loop = loop
         self._rng = rng
         self._cut: dict[tuple[str, str], float] = {}
+        self._cut_since_s: dict[tuple[str, str], float] = {}
         self._slow: dict[tuple[str, str], tuple[float, float]] = {}
         self._last_s: dict[tuple[object, object], float] = {}
         self._asked: dict[int, _Asked] = {}
         self._number = 0
+        self.streams: dict[Stream, None] = {}
+        """Those whose far end is not over, in the order in which they were made."""
         self.repeated_until_s = 0.0
 
     # ------------------------------------------------------------------ how long it takes
 
     def cut(self, a: str, b: str, until_s: float) -> None:
-        self._cut[a, b] = max(until_s, self._cut.get((a, b), 0.0))
+        now_s = self.loop.time()
+        if self.cut_until(a, b) <= now_s:
+            self._cut_since_s[a, b] = now_s
+        self._cut[a, b] = max(until_s, self.cut_until(a, b))
+        if until_s - now_s > UNHEARD_S:
+            self.loop.call_later(UNHEARD_S + 1.0, self._unheard, a, b)
+
+    def _unheard(self, a: str, b: str) -> None:
+        """Both ends of a connection on which nothing came through for so long think the other dead."""
+        now_s = self.loop.time()
+        if self.cut_until(a, b) > now_s >= self._cut_since_s[a, b] + UNHEARD_S:
+            for stream in self._between(a, b):
+                self.loop.call_soon(stream.lose, context=stream.near.context)
+                self.loop.call_soon(stream.hang_up, context=stream.far.context)
+
+    def _between(self, a: str, b: str) -> list[Stream]:
+        return [stream for stream in self.streams if {stream.near_place, stream.far_place} == {a, b}]
+
+    def apart_s(self, a: str, b: str) -> float:
+        """For how long no connection between the two can be made."""
+        return max(0.0, max(self.cut_until(a, b), self.cut_until(b, a)) - self.loop.time())
 
     def slow(self, a: str, b: str, until_s: float, extra_s: float) -> None:
         self._slow[a, b] = (until_s, extra_s)
 
     def cut_until(self, a: str, b: str) -> float:
-        return self._cut.get((a, b), 0.0)
+        return self._cut.get((a, b), 0.0) if self._cut else 0.0
 
     def latency_s(self, a: str, b: str) -> float:
         low_s = NEAR_S if a == b else FAR_S
         taken_s = low_s * (0.5 + self._rng.random() * 2.0)
         if self._rng.random() < 0.02:
             taken_s += self._rng.random() * 0.3
-        until_s, extra_s = self._slow.get((a, b), (0.0, 0.0))
-        if self.loop.time() < until_s:
-            taken_s += extra_s * self._rng.random()
+        if self._slow:
+            until_s, extra_s = self._slow.get((a, b), (0.0, 0.0))
+            if self.loop.time() < until_s:
+                taken_s += extra_s * self._rng.random()
         return taken_s
 
     def arrival_s(self, a: str, b: str) -> float:
@@ -110,6 +195,11 @@ class Network:
                 del self._asked[number]
             elif asked.process is process:
                 self._refuse(asked, f"the connection to {process.name} broke before the answer")
+        for stream in list(self.streams):
+            if stream.near is process:
+                stream.close()
+            elif stream.far is process:
+                stream.died()
 
     def break_links(self, a: str, b: str) -> None:
         """Every connection between two places ends; what was asked over it may or may not be carried out."""
@@ -118,6 +208,8 @@ class Network:
                 self._refuse(asked, "the connection broke before the answer")
                 if asked.serving is not None and self._rng.random() < 0.5:
                     asked.serving.cancel()
+        for stream in self._between(a, b):
+            self.loop.call_later(self.latency_s(a, b), stream.lose, context=stream.near.context)
 
     def _refuse(self, asked: _Asked, reason: str) -> None:
         def refuse() -> None:
@@ -228,7 +320,8 @@ class SimRef:
             result = await target.serve(message, left_s)
         except GyreError as caught:
             error = caught
-        except (TypeError, KeyError, AssertionError) as caught:
+        except Exception as caught:
+            self._net.loop.errors.append(f"{self.name}: {caught!r}")
             error = ActorFailed(f"{self.name}: {caught!r}")
 
         def arrive() -> None:

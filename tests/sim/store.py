@@ -87,18 +87,19 @@ class Server(EmbeddedStore):
                 yield event
             if events:
                 revision = events[-1].kv.mod_revision + 1
-                continue
+                if revision <= self._plain.revision:
+                    continue
             revision = max(revision, self._plain.revision + 1)
             changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watching[changed] = prefix
             await changed
 
     def _wake(self, from_revision: int = 0) -> None:
-        changed = {event.kv.key for event in self._plain.since("", from_revision)} if from_revision else None
+        changed = [event.kv.key for event in self._plain.since("", from_revision)] if from_revision else [""]
         for future, prefix in list(self._watching.items()):
             if future.done():
                 del self._watching[future]
-            elif changed is None or any(key.startswith(prefix) for key in changed):
+            elif not from_revision or any(key.startswith(prefix) for key in changed):
                 del self._watching[future]
                 future.set_result(None)
 
@@ -191,45 +192,66 @@ class Client:
 
     async def _call(self, carry_out: Callable[[], T], *, carried: bool = True) -> T:
         """There and back. While there is no way the call waits, and is carried out, or not, before it gives up."""
-        loop, net = self._net.loop, self._net
-        answer: asyncio.Future[T] = loop.create_future()
+        loop, net, now_s = self._net.loop, self._net, self._net.loop.time()
+        asked = _Asked(self, carry_out, loop.create_future(), now_s + PATIENCE_S)
         there_s = max(net.cut_until(self._place, PLACE), self._server.away_until_s)
-        give_up_s = loop.time() + PATIENCE_S
-
-        def arrive() -> None:
-            try:
-                result = carry_out()
-            except Exception as error:
-                back(lambda error=error: answer.done() or answer.set_exception(error))
-            else:
-                back(lambda: answer.done() or answer.set_result(result))
-
-        def back(deliver: Callable[[], object]) -> None:
-            at_s = max(loop.time(), net.cut_until(PLACE, self._place), self._server.away_until_s)
-            loop.call_at(at_s + net.latency_s(PLACE, self._place), deliver, context=self._process.context)
-
         if not carried:
-            there_s = give_up_s + 1.0
-        elif there_s < give_up_s:
-            if there_s > loop.time() and self._rng.random() < 0.4:  # it came through just before the way was cut
-                there_s = loop.time()
-            if there_s <= loop.time() and self._rng.random() < 0.6:  # it is there before anything else happens
-                self._server.process.context.run(arrive)
+            asked.give_up()
+        elif there_s < asked.give_up_s:
+            if there_s > now_s and self._rng.random() < 0.4:  # it came through just before the way was cut
+                there_s = now_s
+            if there_s <= now_s and self._rng.random() < 0.6:  # it is there before anything else happens
+                self._server.process.context.run(asked.arrive)
             else:
-                at_s = max(loop.time(), there_s) + net.latency_s(self._place, PLACE)
-                loop.call_at(at_s, arrive, context=self._server.process.context)
-        elif self._rng.random() < 0.3:
-            loop.call_later(net.latency_s(self._place, PLACE), arrive, context=self._server.process.context)
+                at_s = max(now_s, there_s) + net.latency_s(self._place, PLACE)
+                loop.call_at(at_s, asked.arrive, context=self._server.process.context)
+                if at_s > asked.give_up_s:
+                    asked.give_up()
+        else:
+            asked.give_up()
+            if self._rng.random() < 0.3:
+                loop.call_later(net.latency_s(self._place, PLACE), asked.arrive, context=self._server.process.context)
+        return await asked.answer
 
-        def give_up() -> None:
-            if not answer.done():
-                answer.set_exception(Unavailable("the store does not answer"))
 
-        timer = loop.call_later(PATIENCE_S, give_up)
+class _Asked:
+    """One call of a client, on its way. It is given up when it is clear that no answer can be there in time."""
+
+    __slots__ = ("_carry_out", "_client", "answer", "give_up_s")
+
+    def __init__(
+        self, client: Client, carry_out: Callable[[], Any], answer: asyncio.Future[Any], give_up_s: float
+    ) -> None:
+        self._client = client
+        self._carry_out = carry_out
+        self.answer = answer
+        self.give_up_s = give_up_s
+
+    def arrive(self) -> None:
         try:
-            return await answer
-        finally:
-            timer.cancel()
+            result, error = self._carry_out(), None
+        except Exception as caught:
+            result, error = None, caught
+        client = self._client
+        net = client._net
+        at_s = max(net.loop.time(), net.cut_until(PLACE, client._place), client._server.away_until_s)
+        at_s += net.latency_s(PLACE, client._place)
+        if at_s < self.give_up_s:
+            net.loop.call_at(at_s, self._back, result, error, context=client._process.context)
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        error = Unavailable("the store does not answer")
+        self._client._net.loop.call_at(self.give_up_s, self._back, None, error, context=self._client._process.context)
+
+    def _back(self, result: object, error: Exception | None) -> None:
+        if self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(result)
+        else:
+            self.answer.set_exception(error)
 
 
 @dataclass

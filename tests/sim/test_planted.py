@@ -13,13 +13,17 @@ from gyre.actors import core as core_module
 from gyre.actors import scheduler as scheduler_module
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
+from gyre.actors.gateway import GatewayActor
 from gyre.actors.messages import DrainEngine, Lead, RunEnded
 from gyre.actors.node import NodeActor
+from gyre.ids import CellId
+from gyre.proxy.leftovers import Leftovers
 from gyre.sched import cell as role
 from gyre.store import election
 from gyre.store.protocol import Txn
 from gyre.store.records import CellRoleRecord, Keys
 
+from . import net as net_module
 from .faults import Fault, Kind
 from .world import simulate
 
@@ -87,6 +91,27 @@ def test_a_cell_that_does_not_wait_for_its_drain(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CellActor, "_stage", stage)
     slow = [Fault(0.0, Kind.SLOW, f"drain c{cell}", 0.0, 3.0) for cell in range(3)]
     assert "released its memory under" in first_violation(*slow)
+
+
+CUT_OFF = [Fault(4.0, Kind.CUT, "n0 n1", 16.5), Fault(4.2, Kind.BREAK, "n0 n1")]
+"""The gateway loses its connections to the engines of a node, which are not told."""
+
+
+def test_a_call_that_goes_on_elsewhere_though_its_engine_has_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leftovers, "has", lambda *_: False)
+    assert "is live on" in first_violation(*CUT_OFF)
+
+
+def test_an_engine_that_samples_on_for_a_gateway_of_which_it_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net_module, "UNHEARD_S", 60.0)
+    assert "is live on" in first_violation(*CUT_OFF)
+
+
+def test_a_gateway_that_does_not_ask_for_the_routes_that_died_with_its_gyred(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asks_nobody(self: GatewayActor, cell: CellId) -> None: ...
+
+    monkeypatch.setattr(GatewayActor, "_hear_route", asks_nobody)
+    assert "the gateway has not known it" in first_violation(Fault(1.5, Kind.CRASH, "n0", 1.0))
 
 
 def test_a_runs_end_that_the_node_does_not_take_note_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ the version only grows            by one, from 0
 records go forward only           a run's attempt and state, a group's state, an order's epoch, the job's counts
 each micro-step once              the sums of every published step hold each micro-step of its groups exactly once
 no memory for two                 engine and replica of a cell never hold memory together
+every engine serves              a cell that is to serve, and could, is known to the gateway soon
 every run has an owner            a run whose harness is gone is taken up again within a lease and some grace
 every span ends                   unless its process was killed
 memory is bounded                 tasks, timers, messages, staged sums
@@ -28,22 +29,24 @@ from gyre.store.records import (
     GroupState,
     JobRecord,
     JobState,
+    Role,
     RunRecord,
     RunState,
     SnapshotRecord,
     StepRecord,
 )
-from gyre.store.typed import versioned
 from gyre.train.batch import SettledGroup, SettledRun, plan
 from gyre.wire import unpack
 
 from .store import Client, now
 
 if TYPE_CHECKING:
-    from .machine import Engine, Replica, Sampling
+    from .engine import Engine, Sampling
+    from .replica import Replica
     from .world import World
 
 GRACE_S = 20.0
+ROUTED_S = 4.0
 
 
 class Violated(Exception):
@@ -65,7 +68,7 @@ class Watch:
         self._world = world
         self.first = ""
         """The first violation; the world ends with it."""
-        self._live: dict[tuple[RunId, int, int], Engine] = {}
+        self._live: dict[str, Engine] = {}
         self._sums: dict[str, Counter[MicroStepId]] = {}
         self._version = -1
         self._engines: dict[CellId, Engine] = {}
@@ -73,6 +76,7 @@ class Watch:
         self._at: dict[str, tuple[int, ...]] = {}
         """How far each record is."""
         self._unowned_s: dict[RunId, float] = {}
+        self._unrouted_s: dict[CellId, float] = {}
         self.commits = 0
 
     def violated(self, what: str) -> None:
@@ -136,7 +140,7 @@ class Watch:
         kv = now(world.server.get(world.keys.group(group)))
         assert kv is not None
         runs: list[SettledRun] = []
-        for run in versioned(kv, GroupRecord).record.runs:
+        for run in typed.versioned(kv, GroupRecord).record.runs:
             record = world.run_record(run)
             if record is None or record.state is not RunState.SETTLED:
                 self.violated(f"step {step.step} has group {group}, whose run {run} has not settled")
@@ -191,6 +195,7 @@ class Watch:
     def look(self) -> None:
         world = self._world
         self._owners()
+        self._routed()
         sizes = {
             "tasks": (world.loop.unfinished_tasks, 500),
             "timers": (world.loop.timers, 600),
@@ -223,11 +228,21 @@ class Watch:
             elif time_s - self._unowned_s.setdefault(run.run, time_s) > LEASE_S + GRACE_S:
                 self.violated(f"{run.run} is {run.state.value} and nobody has seen to it for {LEASE_S + GRACE_S:g} s")
 
+    def _routed(self) -> None:
+        world = self._world
+        time_s, known = world.loop.time(), world.routed()
+        for cell, order in world.role_records():
+            serves = order.observed is Role.ROLLOUT and order.version == max(self._version, 0)
+            if not serves or cell in known or world.disturbed() or not world.serving():
+                self._unrouted_s.pop(cell, None)
+            elif time_s - self._unrouted_s.setdefault(cell, time_s) > ROUTED_S:
+                self.violated(f"{cell} could serve, and the gateway has not known it for {ROUTED_S:g} s")
+
     def settled(self) -> None:
         """After the job's end."""
         world = self._world
         kv = now(world.server.get(world.keys.job))
-        job = versioned(kv, JobRecord).record if kv is not None else None
+        job = typed.versioned(kv, JobRecord).record if kv is not None else None
         if job is None or job.state is not JobState.FINISHED:
             self.violated(f"the job is {job.state.value if job else 'not there'} ({job.reason if job else ''})")
         if self._version != world.spec.job.steps:

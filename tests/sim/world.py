@@ -4,7 +4,7 @@
     report = simulate(seed, faults)     # with these
     assert not report.violation, report
 
-The actors are the product's. What they would start, connect to or ask outside is of tests.sim.machine.
+The actors are the product's. What they would start, connect to or ask outside is of the modules beside this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,7 +40,7 @@ from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
 from gyre.actors.supervision import Failure
-from gyre.children import ExitStatus
+from gyre.children import ChildSpec, ExitStatus
 from gyre.config import (
     BatchSection,
     CellsSection,
@@ -60,15 +60,20 @@ from gyre.harness.workspace import RunFolder
 from gyre.ids import CellId, NodeId, RunId, TaskId
 from gyre.jobdir import JobDir
 from gyre.store import typed
-from gyre.store.protocol import Txn
-from gyre.store.records import JobRecord, JobState, Keys, RunRecord, RunState
-from gyre.store.typed import TypedStore, versioned
+from gyre.store.protocol import KeyValue, Txn
+from gyre.store.records import CellRoleRecord, JobRecord, JobState, Keys, RunRecord, RunState
+from gyre.store.typed import TypedStore
 
 from . import faults as f
+from .engine import Engine, EngineClient
 from .faults import QUIET_S, Fault, Kind, Layout
+from .gateway import Gateway, Journal
+from .harness import Launcher
 from .loop import Process, SimLoop, Stuck
-from .machine import Children, Engine, EngineClient, Gateway, Launcher, Machine, Sampling, Served, reward_of
+from .machine import Child, Children, Machine, Served
 from .net import FAR_S, ActorElsewhere, Network, SimRef, Target
+from .replica import Replica
+from .runs import reward_of
 from .store import PLACE, Client, Server, SimLease, now
 from .watch import Watch
 
@@ -140,12 +145,7 @@ class SimOutside(Outside):
         return self._world.child_ref(self._process, self._node.name, address)
 
     def engine(self, url: str, key: str) -> Any:
-        ref = self._world.child_ref(self._process, self._node.name, url)
-
-        async def ask(order: object) -> object:
-            return await ref.ask(order, 120.0, object)
-
-        return EngineClient(ask)
+        return EngineClient(self._world, self._process, self._node.name, url)
 
     async def evaluate(self, task: Task, folder: RunFolder, *_: Any) -> Evaluation:
         await asyncio.sleep(self._world.rng.random() * 0.5)
@@ -199,6 +199,8 @@ class SimSite(Site):
 
     world: World
     name: str
+    targets: dict[str, Target]
+    """What leads here to this gyred's actors."""
 
     def say(self, line: str) -> None:
         self.world.say(self.name, line)
@@ -240,7 +242,7 @@ class World:
         self.server = Server()
         self.watch = Watch(self)
         self.job = JobDir(folder / "job")
-        self.nodes = {name: Node(name, Machine(self, name)) for name in self.layout.nodes}
+        self.nodes = {name: Node(name, Machine(self, name, Journal(), made)) for name in self.layout.nodes}
         self.said: deque[str] = deque(maxlen=60)
         self._digest = hashlib.sha256()
         self._pids = 100
@@ -272,7 +274,7 @@ class World:
 
     def _job_over(self) -> bool:
         kv = now(self.server.get(self.keys.job))
-        return kv is not None and versioned(kv, JobRecord).record.state in (JobState.FINISHED, JobState.FAILED)
+        return kv is not None and typed.versioned(kv, JobRecord).record.state in (JobState.FINISHED, JobState.FAILED)
 
     async def _end(self) -> None:
         """Every node leaves in an orderly way; those that are dead or stopped come back first."""
@@ -394,10 +396,10 @@ class World:
             sandbox=UNCONFINED,
             launcher=Launcher(node.machine),  # type: ignore[arg-type]
             hidden=(),
-            active_before_s=versioned(kv, JobRecord).record.active_s if kv else 0.0,
+            active_before_s=typed.versioned(kv, JobRecord).record.active_s if kv else 0.0,
             outside=SimOutside(self, node, process),
         )
-        site.world, site.name = self, node.name
+        site.world, site.name, site.targets = self, node.name, {}
         return site
 
     # ------------------------------------------------------------------ who is reached how
@@ -421,7 +423,11 @@ class World:
         ref = node.site.refs.get(name)
         if not isinstance(ref, LocalRef):
             return None
-        return Target(place, node.process, lambda message, left_s: ref.ask(message, left_s, object), ref.tell)
+        target = node.site.targets.get(name)
+        if target is None:
+            target = Target(place, node.process, lambda message, left_s: ref.ask(message, left_s, object), ref.tell)
+            node.site.targets[name] = target
+        return target
 
     def _leader(self) -> Target | None:
         kv = now(self.server.get(self.keys.leader))
@@ -435,7 +441,7 @@ class World:
             served = self.nodes[where].machine.served.get(name)
             if served is None or not served.child.alive or (pid and pid[0] != str(served.child.pid)):
                 return None
-            return _target(where, served)
+            return served.target
 
         return self._ref(source, place, name, find, repeats=name == "gateway")
 
@@ -444,23 +450,7 @@ class World:
 
     def _gateway(self) -> Target | None:
         served = self.nodes[MAIN].machine.served.get("gateway")
-        return None if served is None else _target(MAIN, served)
-
-    def engine(self, cell: CellId) -> Engine | None:
-        served = self.nodes[self.place_of(f"engine-{cell}")].machine.served.get(f"engine-{cell}")
-        return served if isinstance(served, Engine) else None
-
-    async def generate(self, gateway: Gateway, engine: Engine, request: Sampling) -> tuple[int, int]:
-        target = Target(
-            engine.machine.name, engine.child.process, lambda _, left_s: engine.generate(request), lambda _: None
-        )
-        ref = self._ref(gateway.child.process, gateway.machine.name, engine.child.name, lambda: target)
-        try:
-            return await ref.ask(request, 600.0, tuple)
-        finally:
-            request.stopped.set()  # the connection is over, whatever was asked
-            if engine.live.pop(request.rid, None) is not None:
-                self.watch.ended(engine, request)
+        return None if served is None else served.target
 
     async def lineages(self, replica: Served, wanted: GetLineages) -> None:
         ref = self.gateway_ref(replica.child.process, replica.machine.name)
@@ -482,11 +472,24 @@ class World:
 
     def run_record(self, run: RunId) -> RunRecord | None:
         kv = now(self.server.get(self.keys.run(run)))
-        return None if kv is None else versioned(kv, RunRecord).record
+        return None if kv is None else typed.versioned(kv, RunRecord).record
 
     def run_records(self) -> list[RunRecord]:
         page = now(self.server.range(f"{self.keys.root}runs/"))
-        return [versioned(kv, RunRecord).record for kv in page.items]
+        return [typed.versioned(kv, RunRecord).record for kv in page.items]
+
+    def role_records(self) -> list[tuple[CellId, CellRoleRecord]]:
+        page = now(self.server.range(f"{self.keys.root}cells/"))
+        found = [kv for kv in page.items if kv.key.endswith("/role")]
+        return [(CellId(kv.key.split("/")[-2]), typed.versioned(kv, CellRoleRecord).record) for kv in found]
+
+    def routed(self) -> set[CellId]:
+        """The cells whose engines the gateway gives requests to."""
+        gateway = self.nodes[MAIN].machine.served.get("gateway")
+        if not isinstance(gateway, Gateway):
+            return set()
+        cells = [CellId(f"c{index}") for index in range(len(self.layout.cells))]
+        return {cell for cell in cells if gateway.engines.open(cell)}
 
     def live_runs(self) -> int:
         return sum(run.state is RunState.LIVE for run in self.run_records())
@@ -630,8 +633,18 @@ def process_of(node: Node) -> Process:
     return node.process
 
 
-def _target(place: str, served: Served) -> Target:
-    return Target(place, served.child.process, served.serve, lambda _: None)
+def made(machine: Machine, child: Child, spec: ChildSpec) -> Served:
+    """What runs in a child process, by its name."""
+    kind, _, cell = child.name.partition("-")
+    match kind:
+        case "engine":
+            version = int(spec.argv[spec.argv.index("--version") + 1])
+            ready = Path(spec.argv[spec.argv.index("--ready-file") + 1])
+            return Engine(machine, child, CellId(cell), version, ready)
+        case "replica":
+            return Replica(machine, child, CellId(cell))
+        case _:
+            return Gateway(machine, child)
 
 
 def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Report:
@@ -659,12 +672,27 @@ _OFTEN = {(scheduler, "TICK_S"): 1.0, (node_module, "GATEWAY_EVERY_S"): 2.0, (cl
 """What the actors look at again and again, less often: a job is then played in half the time."""
 
 
+def _once(read: Callable[[KeyValue, type[Any]], Any]) -> Callable[[KeyValue, type[Any]], Any]:
+    """`read`, which makes of a value in the store what it made of it before."""
+    known: dict[tuple[int, type[Any]], tuple[KeyValue, Any]] = {}
+
+    def again(kv: KeyValue, cls: type[Any]) -> Any:
+        found = known.get((id(kv), cls))
+        if found is None:
+            found = known[id(kv), cls] = (kv, read(kv, cls))
+        return found[1]
+
+    return again
+
+
 @contextmanager
 def _quietly() -> Generator[None]:
     """For a job that is played: many actors read the same bytes, so records are unpacked once; what dies unawaited with
     its process is no news; and the log is what the report shows of it."""
-    unpack, hook = typed.unpack, sys.unraisablehook
-    typed.unpack = lru_cache(20_000)(unpack)
+    unpack, versioned, hook = typed.unpack, typed.versioned, sys.unraisablehook
+    typed.unpack, typed.versioned = lru_cache(20_000)(unpack), _once(versioned)
+    tasks = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
+    tasks.add = lambda _: None  # nobody asks for all of them, and the list is dear
     often = {(module, name): getattr(module, name) for module, name in _OFTEN}
     for (module, name), s in _OFTEN.items():
         setattr(module, name, s)
@@ -679,7 +707,8 @@ def _quietly() -> Generator[None]:
             gc.collect(1)  # all that was made since
             gc.enable()
             logging.disable(logging.NOTSET)
-            typed.unpack, sys.unraisablehook = unpack, hook
+            typed.unpack, typed.versioned, sys.unraisablehook = unpack, versioned, hook
+            del tasks.add
             for (module, name), s in often.items():
                 setattr(module, name, s)
 

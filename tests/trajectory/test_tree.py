@@ -361,4 +361,7 @@ def test_a_sample_that_lost_its_maker_is_found() -> None:
     tree = new_tree()
     add(tree, "a", None, [1, 2], [10])
     tree._radix.sampled[2] = 0
-    assert tree.check() == ("call a: its answer is not in nodes of its own",)
+    assert tree.check() == (
+        "tree: 1 log-probs, of which the nodes hold 0",
+        "call a: its answer is not in nodes of its own",
+    )

@@ -140,10 +140,10 @@ def test_the_tree_never_holds_more_than_the_calls_and_a_walked_prompt_adds_only_
 def test_every_sampled_token_is_in_exactly_one_node(model: Model) -> None:
     radix = model.tree._radix
     held = [
-        radix.logprobs[place]
+        logprob
         for node in range(1, len(radix.parent))
         if radix.sampled[node]
-        for place in range(radix.start[node], radix.start[node] + radix.length[node])
+        for logprob in radix.logprobs_along([node])
     ]
     assert sorted(held) == sorted(name for known in model.calls.values() for name in known.names)
 

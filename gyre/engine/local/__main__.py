@@ -2,7 +2,7 @@
 
 When it serves it writes `--ready-file` (JSON: port, pid, url, kv_address). `--secret-file` holds the job's
 secret: only who knows it may pull KV blocks, and only who has a key of it (gyre.engine.access) may use the HTTP surface.
-Without it the surface is open, and none move.
+Without it the surface is open, and none move. Between machines `--certificates` takes the secret's place for KV blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gyre.engine.local.shape import read_shape
+from gyre.engine.unheard import end_unheard
 from gyre.errors import BadInput, GyreError
+from gyre.kv_migrate.choice import AUTO, WANTED
 
 if TYPE_CHECKING:
     from gyre.engine.local.sampling import Sampler
@@ -47,12 +49,14 @@ async def _serve(
     import torch
     from aiohttp import web
 
+    from gyre.credentials import Credentials
     from gyre.engine.access import http_key
     from gyre.engine.local.core import EngineConfig, EngineCore
     from gyre.engine.local.kv_exchange import KvExchange
     from gyre.engine.local.sampling import sample
     from gyre.engine.local.server import EngineServer
-    from gyre.kv_migrate.tcp import TcpTransport
+    from gyre.kv_migrate.greeting import Certificates, SharedSecret
+    from gyre.kv_migrate.opening import open_transport
 
     torch.set_num_threads(options.threads)
     torch.set_num_interop_threads(1)
@@ -73,7 +77,11 @@ async def _serve(
     )
     exchange = None
     if secret is not None:
-        exchange = KvExchange(await TcpTransport.open(secret, options.host))
+        certificates = options.certificates
+        greeting = Certificates(Credentials(*map(Path, certificates))) if certificates else SharedSecret(secret)
+        transport, carrier = await open_transport(options.kv_transport, greeting, options.kv_host or options.host)
+        exchange = KvExchange(transport, carrier)
+        print(f"KV blocks move over {carrier}", flush=True)
     server = EngineServer(core, exchange, http_key(secret.decode()).encode() if secret else b"")
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
@@ -107,6 +115,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--port", type=_at_least(0), default=0, help="0 takes a free one")
     parser.add_argument("--ready-file", default="", help="written, whole, when the engine serves")
     parser.add_argument("--secret-file", default="", help="the secret that clients and peers must know")
+    parser.add_argument("--kv-host", default="", help="the address for KV blocks, where other machines reach it")
+    parser.add_argument("--kv-transport", choices=WANTED, default=AUTO, help="what carries KV blocks")
+    parser.add_argument("--certificates", nargs=3, metavar=("CA", "CERTIFICATE", "KEY"), help="of this node")
     parser.add_argument("--threads", type=_at_least(1), default=1)
     parser.add_argument("--block-tokens", type=_at_least(1), default=16)
     parser.add_argument("--cache-tokens", type=_at_least(32), default=65536)
@@ -131,6 +142,7 @@ def _at_least(least: int):
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    end_unheard(listener)
     try:
         listener.bind((host, port))
         listener.listen(1024)

@@ -1,7 +1,7 @@
 """The KV blocks of the engine: their bytes, their index, and what peers may do with them.
 
 The core takes and publishes blocks; a peer asks which blocks are here, holds some while it reads them, or hands over
-blocks it had. Every exchange names the weights' version and the layout: what differs is refused.
+blocks it had. Every exchange names the weights, their version and the layout: what differs is refused.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from gyre.engine.local.kv_memory import KvMemory, layout_name
 from gyre.engine.local.prefix_cache import PrefixCache
 from gyre.engine.local.shape import ModelShape
 from gyre.errors import Refused
+from gyre.kv_migrate.manifest import Manifest
 
 
 class BlockStore:
     """`index` says which block is whose; `memory` has the bytes, or is None while it is released."""
 
-    def __init__(self, shape: ModelShape, version: int, blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: ModelShape, model: str, version: int, blocks: int, block_tokens: int, dtype: torch.dtype
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
         self.blocks = blocks
         self.block_tokens = block_tokens
+        self.model = model
+        """Which weights the blocks are of."""
         self.version = version
         self.layout = layout_name(shape, block_tokens, dtype)
         self.index = PrefixCache(blocks)
@@ -52,15 +57,15 @@ class BlockStore:
 
     def lack(self, names: Sequence[bytes], version: int) -> list[bytes]:
         """Which of a prefix's blocks are not here. Those that are become the last to be evicted."""
-        self.check(version, self.layout)
+        self._check_version(version)
         self.index.release(self.index.match(names))
         return [name for name in names if name not in self.index]
 
-    def lease(self, names: Sequence[bytes], version: int, layout: str) -> list[tuple[int, memoryview] | None]:
+    def lease(self, manifest: Manifest) -> list[tuple[int, memoryview] | None]:
         """Hold blocks for a reader: number and bytes of each, None where it is not here. End it with `end_lease`."""
-        memory = self.check(version, layout)
+        memory = self.check(manifest)
         leased: list[tuple[int, memoryview] | None] = []
-        for name in names:
+        for name in manifest.blocks:
             found = self.index.match([name])
             leased.append((found[0], memory.view(found[0])) if found else None)
         return leased
@@ -68,12 +73,12 @@ class BlockStore:
     def end_lease(self, blocks: Sequence[int]) -> None:
         self.index.release(blocks)
 
-    def commit(self, received: Sequence[tuple[bytes, memoryview]], version: int, layout: str) -> int:
+    def commit(self, received: Sequence[tuple[bytes, memoryview]], manifest: Manifest) -> int:
         """Take over blocks that a peer sent, whole and checked, in their prefix's order. Returns how many found room.
 
-        Refused, with nothing taken, when the version or the layout is another by now.
+        Refused, with nothing taken, when the weights, the version or the layout are others by now.
         """
-        memory = self.check(version, layout)
+        memory = self.check(manifest)
         for name, data in received:
             if len(data) != memory.block_bytes:
                 raise Refused(f"block {name.hex()} has {len(data)} bytes, not {memory.block_bytes}")
@@ -86,12 +91,18 @@ class BlockStore:
         self.index.release(blocks)
         return len(blocks) + len(received) - len(new)
 
-    def check(self, version: int, layout: str) -> KvMemory:
-        """The memory, when `version` and `layout` are what it holds."""
+    def check(self, manifest: Manifest) -> KvMemory:
+        """The memory, when weights, version and layout are those that it holds."""
+        memory = self._check_version(manifest.version)
+        if manifest.model != self.model:
+            raise Refused(f"KV of model {manifest.model} was asked for, and this engine's weights are {self.model}")
+        if manifest.layout != self.layout:
+            raise Refused(f"KV of layout {manifest.layout} was asked for, and this engine's is {self.layout}")
+        return memory
+
+    def _check_version(self, version: int) -> KvMemory:
         if version != self.version:
             raise Refused(f"KV of version {version} was asked for, and this engine holds version {self.version}")
-        if layout != self.layout:
-            raise Refused(f"KV of layout {layout} was asked for, and this engine's is {self.layout}")
         if self.memory is None:
             raise Refused("the engine's memory is released")
         return self.memory

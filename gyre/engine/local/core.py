@@ -25,7 +25,7 @@ from gyre.engine.local.requests import FinishReason, Load, Output, SampleRequest
 from gyre.engine.local.sampling import Draw, Sampler, sample
 from gyre.engine.local.sequence import Sequence
 from gyre.engine.local.shape import read_shape
-from gyre.engine.local.weights import Weights, load_weights
+from gyre.engine.local.weights import Weights, digest, load_weights
 from gyre.engine.records import PauseMode
 from gyre.errors import BadInput, Refused
 from gyre.kv_migrate.blocks import block_hashes, next_hash, root_hash
@@ -52,9 +52,15 @@ class EngineCore:
         self._sampler = sampler
         self.shape = read_shape(config.model)
         self.model_path = config.model
-        self._weights: Weights | None = load_weights(config.model, self.shape, config.dtype)
+        weights = load_weights(config.model, self.shape, config.dtype)
+        self._weights: Weights | None = weights
         self.store = BlockStore(
-            self.shape, config.version, config.cache_tokens // config.block_tokens, config.block_tokens, config.dtype
+            self.shape,
+            digest(weights),
+            config.version,
+            config.cache_tokens // config.block_tokens,
+            config.block_tokens,
+            config.dtype,
         )
         self.context_tokens = min(self.shape.context_tokens, self.store.blocks * config.block_tokens)
         self._running: list[Sequence] = []
@@ -326,6 +332,7 @@ class EngineCore:
         if shape.digest != self.shape.digest:
             raise BadInput("model_path", str(path), "its config.json must be that of the model being served")
         self._weights = load_weights(path, shape, self._config.dtype)
+        self.store.model = digest(self._weights)
         self.shape, self.model_path = shape, path
         self._set_version(version)
         if flush:
@@ -358,3 +365,4 @@ class EngineCore:
             self.store.resume()
         if weights and self._weights is None and (self.model_path / "config.json").exists():
             self._weights = load_weights(self.model_path, self.shape, self._config.dtype)
+            self.store.model = digest(self._weights)

@@ -5,37 +5,53 @@ Stands between the transport (sockets, on the event loop) and the block store (t
 
 from __future__ import annotations
 
+import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 
 from gyre.engine.local.thread import EngineThread
 from gyre.engine.records import KvLack, KvPulled
 from gyre.errors import GyreError
 from gyre.kv_migrate.blocks import block_hashes
-from gyre.kv_migrate.transport import BlockLease, Manifest, Transport
+from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.staging import StagingPool
+from gyre.kv_migrate.transport import BlockLease, Transport
+
+_KEEP_BYTES = 256 << 20
+"""Of staging memory that lies idle between two pulls."""
 
 
 class KvExchange:
-    """Made with an open transport; `serve` joins it to the engine."""
+    """Made with an open transport; `serve` joins it to the engine. `carrier` says which transport it is, and why."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, carrier: str) -> None:
         self._transport = transport
+        self.carrier = carrier
         self._thread: EngineThread | None = None
+        self._staging = StagingPool(_KEEP_BYTES)
 
     @property
     def address(self) -> str:
         return self._transport.describe()
+
+    @property
+    def epoch(self) -> int:
+        return self._transport.epoch
 
     def serve(self, thread: EngineThread) -> None:
         self._thread = thread
         self._transport.register(self)
 
     async def lease(self, manifest: Manifest) -> BlockLease:
-        """Hold the manifest's blocks for a peer. Refused when the version or the layout differs."""
+        """Hold the manifest's blocks for a peer. Refused when the model, the version or the layout differs."""
         thread = self._engine()
-        held = await thread.call(lambda core: core.store.lease(manifest.blocks, manifest.version, manifest.layout))
-        return _Lease(thread, held)
+        taking = asyncio.ensure_future(thread.call(lambda core: core.store.lease(manifest)))
+        try:
+            return _Lease(thread, await asyncio.shield(taking))
+        except asyncio.CancelledError:
+            # The engine's thread takes them all the same, and nobody else would give them back.
+            taking.add_done_callback(lambda done: _give_back(thread, done))
+            raise
 
     async def lack(self, token_ids: Sequence[int], version: int) -> KvLack:
         """Which whole blocks of the prefix are not here."""
@@ -44,19 +60,21 @@ class KvExchange:
         missing = await self._engine().call(lambda core: core.store.lack(names, version))
         return KvLack(version, store.layout, len(names), tuple(missing))
 
-    async def pull(self, source: str, names: Sequence[bytes], version: int, layout: str, deadline_s: float) -> KvPulled:
-        """Fetch blocks from the peer at `source`; commit all that it had, or nothing with the reason."""
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
+        """Fetch blocks from the peer at `source`; commit all that came whole, or nothing with the reason."""
         started_s = time.monotonic()
         thread = self._engine()
         try:
-            # Refuse before the bytes travel; `commit` looks again, for the version may change meanwhile.
-            size = await thread.call(lambda core: core.store.check(version, layout).block_bytes)
-            manifest = Manifest(uuid.uuid4().hex, version, layout, tuple(names))
-            received = await self._transport.pull(source, manifest, size, deadline_s)
-            count = await thread.call(lambda core: core.store.commit(received.blocks, version, layout))
+            # Refuse before the bytes travel; `commit` looks again, for what is held may change meanwhile.
+            size = await thread.call(lambda core: core.store.check(manifest).block_bytes)
+            staging = self._staging.take(size * len(manifest.blocks))
+            received = await self._transport.pull(source, manifest, size, staging, deadline_s)
+            count = await thread.call(lambda core: core.store.commit(received.blocks, manifest))
         except GyreError as error:
-            return KvPulled(0, 0, time.monotonic() - started_s, str(error))
-        return KvPulled(count, count * size, time.monotonic() - started_s, "")
+            return KvPulled(0, 0, 0, time.monotonic() - started_s, str(error))
+        # Not in a `finally`: the engine's thread may still read for a commit that nobody waits for any more.
+        self._staging.give_back(staging)
+        return KvPulled(count, count * size, received.damaged, time.monotonic() - started_s, "")
 
     async def fence(self, grace_s: float) -> None:
         """Let peers that read blocks finish, or cut them off."""
@@ -80,3 +98,8 @@ class _Lease:
         numbers, self._numbers = self._numbers, []
         if numbers:
             self._thread.send(lambda core: core.store.end_lease(numbers))
+
+
+def _give_back(thread: EngineThread, taken: asyncio.Future[list[tuple[int, memoryview] | None]]) -> None:
+    if not taken.cancelled() and taken.exception() is None:
+        _Lease(thread, taken.result()).end()

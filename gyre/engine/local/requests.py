@@ -22,6 +22,8 @@ class SampleRequest:
     seed: int | None
     extra_key: str | None
     stream: bool
+    stream_interval: int
+    """Tokens that gather before they are sent, but for the first and the last."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ _SAMPLING = {
     "stop_token_ids",
     "ignore_eos",
     "sampling_seed",
+    "stream_interval",
 }
 _TOP = {"rid", "input_ids", "sampling_params", "return_logprob", "stream", "extra_key"}
 
@@ -111,6 +114,7 @@ def read_request(body: Any, rid: str) -> SampleRequest:
         seed=None if sampling.get("sampling_seed") is None else _whole("sampling_seed", sampling["sampling_seed"], 0),
         extra_key=None if top.get("extra_key") is None else _string("extra_key", top["extra_key"]),
         stream=_flag("stream", top.get("stream", False)),
+        stream_interval=_whole("stream_interval", sampling.get("stream_interval", 1), 1),
     )
 
 

@@ -24,6 +24,7 @@ from gyre.engine.local.requests import Output, SampleRequest, merge, read_reques
 from gyre.engine.local.thread import EngineThread
 from gyre.engine.records import PauseMode
 from gyre.errors import BadInput, GyreError, Refused
+from gyre.kv_migrate.manifest import Manifest
 
 _LONGEST_BODY_BYTES = 64 * 1024 * 1024
 _FENCE_S = 1.0
@@ -95,7 +96,7 @@ class EngineServer:
             if sampling.stream:
                 return await self._stream(request, sampling, started_s)
             whole: Output | None = None
-            async for output in self._outputs(sampling.rid):
+            async for output in self._outputs(sampling):
                 whole = output if whole is None else merge(whole, output)
             assert whole is not None
             return web.json_response(_message(whole, started_s))
@@ -107,23 +108,25 @@ class EngineServer:
     async def _stream(self, request: web.Request, sampling: SampleRequest, started_s: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for output in self._outputs(sampling.rid):
+        async for output in self._outputs(sampling):
             data = json.dumps(_message(output, started_s), separators=(",", ":"))
             end = "data: [DONE]\n\n" if output.finish is not None else ""
             await response.write(f"data: {data}\n\n{end}".encode())
         await response.write_eof()
         return response
 
-    async def _outputs(self, rid: str) -> AsyncGenerator[Output]:
+    async def _outputs(self, sampling: SampleRequest) -> AsyncGenerator[Output]:
         """The request's outputs up to its finish; what has gathered while the last was sent comes as one."""
-        stream = self._streams[rid]
+        stream = self._streams[sampling.rid]
+        least = 1  # the first token is not waited for behind others
         while True:
             output = await stream.get()
-            while not stream.empty():
-                output = merge(output, stream.get_nowait())
+            while not stream.empty() or (output.finish is None and len(output.token_ids) < least):
+                output = merge(output, await stream.get())
             yield output
             if output.finish is not None:
                 return
+            least = sampling.stream_interval
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -217,6 +220,9 @@ class EngineServer:
                     "address": "" if self._exchange is None else self._exchange.address,
                     "layout": core.store.layout,
                     "block_tokens": core.store.block_tokens,
+                    "model": core.store.model,
+                    "epoch": 0 if self._exchange is None else self._exchange.epoch,
+                    "carrier": "" if self._exchange is None else self._exchange.carrier,
                 },
             }
         )
@@ -251,19 +257,23 @@ class EngineServer:
     async def _kv_pull(self, request: web.Request) -> web.Response:
         body = await _body(request)
         exchange = self._exchanges()
-        names = body.get("hashes")
-        try:
-            hashes = tuple(bytes.fromhex(name) for name in cast("list[str]", names))
-        except (TypeError, ValueError) as error:
-            raise BadInput("hashes", names, "a list of block names in hexadecimal is expected") from error
+        manifest = body.get("manifest")
+        if not isinstance(manifest, dict):
+            raise BadInput("manifest", manifest, "a JSON object is expected")
         deadline_s = body.get("deadline_s", 5.0)
         if type(deadline_s) not in (int, float) or not 0 < deadline_s <= 600:
             raise BadInput("deadline_s", deadline_s, "seconds, above 0 and up to 600")
         pulled = await exchange.pull(
-            _text(body, "source"), hashes, _whole_version(body), _text(body, "layout"), float(deadline_s)
+            _text(body, "source"), Manifest.from_json(cast("dict[str, Any]", manifest)), float(deadline_s)
         )
         return web.json_response(
-            {"blocks": pulled.blocks, "bytes": pulled.bytes, "seconds": pulled.seconds, "reason": pulled.reason}
+            {
+                "blocks": pulled.blocks,
+                "bytes": pulled.bytes,
+                "damaged": pulled.damaged,
+                "seconds": pulled.seconds,
+                "reason": pulled.reason,
+            }
         )
 
     def _exchanges(self) -> KvExchange:

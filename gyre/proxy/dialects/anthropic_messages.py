@@ -28,6 +28,7 @@ from gyre.proxy.dialects.shapes import (
     texts_of,
 )
 from gyre.proxy.faults import Fault, FaultKind, bad_request
+from gyre.proxy.json_text import clean
 
 _SPEAKERS = {"system": Speaker.SYSTEM, "user": Speaker.USER, "assistant": Speaker.ASSISTANT}
 _RUN_BY_THE_CLIENT = ("bash_", "computer_", "memory_", "text_editor_")
@@ -279,5 +280,5 @@ def _envelope(reply: Reply) -> dict[str, Any]:
 
 
 def _event(name: str, data: Mapping[str, Any]) -> bytes:
-    payload = json.dumps({"type": name, **data}, ensure_ascii=False).encode("utf-8", "replace")
+    payload = clean({"type": name, **data})
     return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"

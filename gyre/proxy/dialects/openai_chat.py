@@ -9,7 +9,6 @@ functions, a tool choice that forces a call. All else is taken and kept in the j
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from gyre.proxy.dialects.shapes import (
     texts_of,
 )
 from gyre.proxy.faults import Fault, bad_request
+from gyre.proxy.json_text import clean
 
 _SPEAKERS = {
     "system": Speaker.SYSTEM,
@@ -207,4 +207,4 @@ def _envelope(reply: Reply, kind: str) -> dict[str, Any]:
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + clean(chunk) + b"\n\n"

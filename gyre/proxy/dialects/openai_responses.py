@@ -19,6 +19,7 @@ from gyre.proxy.dialects.openai_forms import openai_fault, openai_model
 from gyre.proxy.dialects.responses_input import Tools, read_input, read_tools
 from gyre.proxy.dialects.shapes import as_text, check_number, count_of, flag_of, offers_tools, text_of
 from gyre.proxy.faults import Fault, FaultKind, bad_request
+from gyre.proxy.json_text import clean
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 _ANSWER_ID = "resp_"
@@ -245,5 +246,5 @@ def _usage(reply: Reply) -> dict[str, Any]:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    payload = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+    payload = clean(data)
     return b"event: " + data["type"].encode() + b"\ndata: " + payload + b"\n\n"

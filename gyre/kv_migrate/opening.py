@@ -1,0 +1,22 @@
+"""From what is configured to an open transport."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gyre.kv_migrate.choice import Kind, choose, look
+from gyre.kv_migrate.mooncake import MooncakeTransport
+from gyre.kv_migrate.stream import Greeting
+from gyre.kv_migrate.tcp import TcpTransport
+from gyre.kv_migrate.transport import Transport
+
+
+async def open_transport(wanted: str, greeting: Greeting, host: str) -> tuple[Transport, str]:
+    """The transport that `wanted` ("auto" or a kind) means on this host, and why it is that one.
+
+    Raises BadInput when it cannot be had here, Unavailable when it cannot be started.
+    """
+    choice = choose(wanted, await asyncio.to_thread(look, wanted))
+    if choice.kind is Kind.TCP:
+        return await TcpTransport.open(greeting, host), choice.reason
+    return await MooncakeTransport.open(choice, greeting, host), choice.reason
