@@ -119,6 +119,22 @@ async def test_a_pull_goes_on_where_its_connection_broke_and_fetches_no_byte_twi
     assert sum(connections) <= 64 * SIZE + frames
 
 
+async def test_the_next_transfer_goes_over_the_same_connection_and_over_a_new_one_where_that_has_ended() -> None:
+    source = shelf(3)
+    connections: list[int] = []
+
+    def count(data: bytes, offset: int) -> bytes | None:
+        if offset == 0:
+            connections.append(0)
+        return data if len(connections) != 1 or len(data) + offset < 12_000 else None
+
+    async with serving(source) as server, serving(None) as client, between(server.describe(), count) as address:
+        for number in (0, 1, 2, 0):  # the third block is too much for the first connection
+            assert right(await pull(client, address, manifest(server.epoch, number))) == [number]
+        await source.is_free()
+    assert len(connections) == 2
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_all_streams_of_a_large_transfer_may_break_at_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_STREAM_BYTES", 10 * SIZE)
