@@ -177,6 +177,8 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
+    dir: str = ""
+    """Where they are kept: a folder that every node reaches, so that another core goes on from them; default: the job's."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """The newest checkpoints kept; one that is torn has the others before it."""
     every_steps: Annotated[int, Field(ge=1, le=10_000)] = 1

@@ -144,12 +144,16 @@ class JobDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self.state.mkdir(mode=0o700, exist_ok=True)
             if not self.secret_file.exists():
-                fresh = self.secret_file.with_suffix(".new")
-                with os.fdopen(os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-                    file.write(secrets.token_hex(32))
-                fresh.replace(self.secret_file)
+                self.keep_secret(secrets.token_hex(32))
         except OSError as error:
             raise BadInput(
                 "job.dir", str(self.root), f"it must be a folder that can be written ({error.strerror})"
             ) from error
         make_private(self.sockets)
+
+    def keep_secret(self, secret: str) -> None:
+        """Have this secret from now on, whole or not at all."""
+        fresh = self.secret_file.with_suffix(".new")
+        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secret)
+        fresh.replace(self.secret_file)

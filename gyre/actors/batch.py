@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gyre.actors.messages import MicroStep, StepDone
-from gyre.ids import CellId, MicroStepId
+from gyre.ids import CellId, MicroStepId, NodeId
 from gyre.store.records import StepRecord
 from gyre.train.batch import GroupPlan
 from gyre.train.ledger import Ledger
@@ -20,6 +20,8 @@ class Batch:
     ledger: Ledger
     plans: dict[int, GroupPlan] = field(default_factory=dict[int, GroupPlan])
     """By the group's index."""
+    homes: dict[str, NodeId] = field(default_factory=dict[str, NodeId])
+    """By run, the node whose gateway has its lineages."""
     merged: set[MicroStepId] = field(default_factory=set[MicroStepId])
     metrics: Counter[str] = field(default_factory=Counter[str])
     """Sums over merged micro-steps, so that each counts once."""
@@ -30,6 +32,9 @@ class Batch:
 
     def untrained(self) -> list[MicroStep]:
         return [work for made in self.plans.values() for work in made.micro_steps if work.micro_step not in self.merged]
+
+    def homes_of(self, work: MicroStep) -> dict[str, NodeId]:
+        return {item.run: self.homes[item.run] for item in work.lineages}
 
     def restart(self) -> int:
         """What was merged is lost: it is all to do again. Returns how many micro-steps that is."""

@@ -16,36 +16,31 @@ from dataclasses import dataclass, replace
 
 from gyre.actors.cell_processes import CellProcesses
 from gyre.actors.claims import Claims
+from gyre.actors.gateways import STAGE_S, Gateways, insist
 from gyre.actors.messages import (
     Authority,
+    ClusterChanged,
     CoreLeaving,
     CoreLost,
     DrainEngine,
-    DrainReport,
     EngineRoute,
     GetCellStatus,
-    GetRoute,
     GiveBack,
-    JobFailed,
     Ok,
-    RouteChanged,
 )
 from gyre.actors.messages_gyrectl import CellStatus
 from gyre.actors.mirror import Mirror
-from gyre.actors.runtime import Actor, Ref, handles
+from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.actors.switch_log import SwitchLog
 from gyre.children import Child
-from gyre.errors import GyreError, Refused, Unavailable
+from gyre.errors import GyreError
 from gyre.ids import CellId
 from gyre.sched import cell as role
 from gyre.sched.role import step
 from gyre.store.protocol import Compare, Txn
 from gyre.store.records import CellRoleRecord, Role, SnapshotRecord
 from gyre.store.typed import put_record
-
-STAGE_S = 600.0
-RETRY_S = 0.2
 
 _STAGES: dict[type[role.Action], role.Stage] = {
     role.Drain: role.Stage.DRAIN,
@@ -71,6 +66,8 @@ class CellActor(Actor):
         self._site = site
         self._cell = cell
         self._processes = CellProcesses(site, cell)
+        self._gateways = Gateways(site)
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._state = role.CellState()
         self._log = SwitchLog(site, cell)
         self._running: asyncio.Task[None] | None = None
@@ -97,6 +94,7 @@ class CellActor(Actor):
             traceparent=before.traceparent,
         )
         self.task(self._orders.follow(self._look_at_order))
+        self._unsubscribe = site.directory.subscribe(lambda: self.ref.tell(ClusterChanged()))
         await self._turn(role.AuthoritativeVersion(snapshot.record.version))
         engine = await self._processes.adopt_engine(before.observed)
         if engine is None:
@@ -117,6 +115,7 @@ class CellActor(Actor):
             await self._turn(role.ReplicaDied("not started yet"))
 
     async def post_stop(self) -> None:
+        self._unsubscribe()
         self._log.abandon("the cell's actor ended")
         await self._processes.close()
 
@@ -181,8 +180,8 @@ class CellActor(Actor):
                 if reason:
                     site.say(f"{self._cell}: {now.value} ({reason})")
                 await self._report(now)
-                if now is Role.FAILED and site.cells == (self._cell,):
-                    site.scheduler.tell(JobFailed(f"the only cell failed: {reason}"))
+                if now is Role.FAILED and [spec.cell for spec in site.directory.specs] == [self._cell]:
+                    site.fail(f"the only cell failed: {reason}")
             case role.Refuse(reason):
                 site.say(f"{self._cell}: an order is refused: {reason}")
             case role.AllowClaims():
@@ -243,8 +242,10 @@ class CellActor(Actor):
     async def _stage(self, action: role.Action) -> role.Event:
         match action:
             case role.Drain(move):
-                order = DrainEngine(self._cell, move)
-                self._log.drained(await self._site.gateway.ask(order, STAGE_S, DrainReport))
+                report, left = await self._gateways.drain(DrainEngine(self._cell, move))
+                self._log.drained(report)
+                if left:
+                    await self._processes.end_requests()
                 return role.Drained()
             case role.ReleaseEngine():
                 await self._processes.release_engine()
@@ -318,43 +319,32 @@ class CellActor(Actor):
         self._claims = self._claiming = None
         if self._cell == self._site.core_cell:
             self._site.core.tell(CoreLeaving())
-        await self._insist(self._site.core, GiveBack(self._cell))
+        await insist(self._site.core, GiveBack(self._cell), Ok, STAGE_S)
 
     # ------------------------------------------------------------------------------------------ what is told
 
     async def _route(self) -> None:
-        await self._insist(self._site.gateway, RouteChanged(self._as_routed()))
-
-    def _as_routed(self) -> EngineRoute:
-        return EngineRoute(
-            cell=self._cell,
-            url=self._processes.engine_url,
-            version=self._state.engine_version,
-            accepting=self._accepting,
-            slots=self._site.spec.cells.slots,
+        await self._gateways.route(
+            EngineRoute(
+                cell=self._cell,
+                url=self._processes.engine_url,
+                version=self._state.engine_version,
+                accepting=self._accepting,
+                slots=self._site.spec.cells.slots,
+            )
         )
-
-    @handles(GetRoute)
-    async def route(self, _: GetRoute) -> EngineRoute:
-        if not self._processes.engine_url:
-            raise Refused(f"{self._cell} has no engine yet, and will tell of it")
-        return self._as_routed()
 
     async def _close_left_route(self) -> None:
         """The gateway may go by what an earlier life of ours told it, and that engine is to be ended."""
         left = self._site.routes.get(self._cell)
         if left is not None and left.accepting:
-            await self._insist(self._site.gateway, RouteChanged(replace(left, accepting=False)))
+            await self._gateways.route(replace(left, accepting=False))
 
-    async def _insist(self, of: Ref, message: object) -> None:
-        """Ask until there is an answer: an actor that failed is there again in a moment. For what may be repeated."""
-        async with asyncio.timeout(STAGE_S):
-            while True:
-                try:
-                    await of.ask(message, STAGE_S, Ok)
-                    return
-                except Unavailable:
-                    await asyncio.sleep(RETRY_S)
+    @handles(ClusterChanged)
+    async def on_cluster_changed(self, _: ClusterChanged) -> None:
+        """A gateway that has joined, or joined again, has to know our engine."""
+        if self._processes.engine_url and self._gateways.joined():
+            await self._route()
 
     async def _report(self, now: Role) -> None:
         """Write the observed role beside the desired one, which may be a newer order meanwhile."""

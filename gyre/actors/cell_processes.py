@@ -23,7 +23,6 @@ from gyre.engine.access import http_key
 from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
 from gyre.store.records import Role
-from gyre.train.snapshot import snapshot_path
 
 if TYPE_CHECKING:
     from gyre.engine.client import EngineClient
@@ -93,9 +92,6 @@ class CellProcesses:
             self._ended.append(child.pid)
             self._site.say(f"{child.name} (pid {child.pid}) ended: {status}")
 
-    def snapshot(self, version: int) -> str:
-        return str(snapshot_path(self._site.job.snapshots, version))
-
     # ------------------------------------------------------------------------------------------ engine
 
     @property
@@ -138,11 +134,14 @@ class CellProcesses:
         site, spec = self._site, self._site.spec
         await self.stop_engine()
         self._ready_file.unlink(missing_ok=True)
+        snapshot = await site.held.hold(version)
         argv = (
-            *(sys.executable, "-m", "gyre.engine.local", "--model", self.snapshot(version), "--version", str(version)),
+            *(sys.executable, "-m", "gyre.engine.local", "--model", str(snapshot), "--version", str(version)),
             *("--ready-file", str(self._ready_file), "--secret-file", str(site.job.secret_file)),
             *("--threads", str(spec.cells.threads), "--block-tokens", str(spec.cells.block_tokens)),
             *("--cache-tokens", str(spec.cells.cache_tokens)),
+            *("--host", site.host),
+            *self._certificates(),
         )
         log = site.job.logs / f"{self.engine_name}.log"
         self.engine = child = await site.children.start(ChildSpec(self.engine_name, argv, log=log))
@@ -157,11 +156,20 @@ class CellProcesses:
         self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
         self._client = self._site.outside.engine(self.engine_url, http_key(self._site.secret))
 
+    def _certificates(self) -> tuple[str, ...]:
+        """By which its KV blocks move to engines of other nodes."""
+        held = self._site.credentials
+        return () if held is None else ("--certificates", str(held.ca), str(held.certificate), str(held.key))
+
     async def stop_engine(self) -> None:
         """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""
         await self._forget_client()
         self.engine = None
         await self._end(self.engine_name)
+
+    async def end_requests(self) -> None:
+        """End what a gateway that cannot be reached has left in the engine; it goes on with it elsewhere."""
+        await self.client.abort_all()
 
     async def release_engine(self) -> None:
         await self.client.release_memory()
@@ -171,7 +179,7 @@ class CellProcesses:
 
     async def load_weights(self, version: int) -> int:
         """The engine takes the snapshot's weights; the version that it then reports."""
-        await self.client.update_weights(self.snapshot(version), version)
+        await self.client.update_weights(str(await self._site.held.hold(version)), version)
         return (await self.client.info()).version
 
     # ------------------------------------------------------------------------------------------ replica
@@ -199,11 +207,12 @@ class CellProcesses:
             "loss": spec.loss.model_dump(mode="json"),
             "optimizer": spec.optimizer.model_dump(mode="json"),
             "checkpoint": spec.checkpoint.model_dump(mode="json"),
-            "checkpoints_dir": str(site.job.checkpoints),
+            "checkpoints_dir": str(site.checkpoints),
             "staging_dir": str(site.job.staging) if self.cell == site.core_cell else "",
             "temperature": spec.sampling.temperature,
             "micro_batch_tokens": spec.batch.micro_step_tokens,
             "threads": spec.cells.threads,
+            "far": site.far(self.replica_name),
         }
         address = site.child_address(self.replica_name)
         argv = (
@@ -235,7 +244,8 @@ class CellProcesses:
         await self._end(self.replica_name)
 
     async def load_replica(self, version: int) -> int:
-        ready = await self._remote.ask(LoadSnapshot(self.snapshot(version), version), REPLICA_S, Ready)
+        snapshot = await self._site.held.hold(version)
+        ready = await self._remote.ask(LoadSnapshot(str(snapshot), version), REPLICA_S, Ready)
         return ready.version
 
     async def offload_replica(self) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gyre.actors.messages import (
     Claim,
     ClaimMicroStep,
     DropOwnSums,
     GiveBack,
-    JobFailed,
     Merged,
     MicroStep,
     MicroStepDone,
     Ok,
+    Place,
     RunMicroStep,
     ShipSums,
     SumsShipped,
@@ -28,8 +28,8 @@ from gyre.actors.messages import (
 )
 from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
-from gyre.errors import GyreError, Unavailable
-from gyre.ids import CellId
+from gyre.errors import GyreError, Refused, Unavailable
+from gyre.ids import CellId, NodeId
 
 ASK_S = 600.0
 """For an answer of the core actor, which may wait for its replica's turn."""
@@ -69,7 +69,7 @@ class Claims:
         while not self._leaving.is_set():
             claim = await self._site.core.ask(ClaimMicroStep(self._cell, self._version), ASK_S, Claim)
             if claim.work is not None:
-                await self._run(claim.work)
+                await self._run(claim.work, claim.homes)
                 continue
             pause_s = IDLE_S if await self._ship() else FAILED_S
             try:
@@ -78,10 +78,10 @@ class Claims:
             except TimeoutError:
                 continue
 
-    async def _run(self, work: MicroStep) -> None:
+    async def _run(self, work: MicroStep, homes: Mapping[str, NodeId]) -> None:
         self._on_busy(True)
         try:
-            order = RunMicroStep(work, self._site.child_address("gateway"))
+            order = RunMicroStep(work, {run: self._gateway(node) for run, node in homes.items()})
             done = await self._replica.ask(order, MICRO_STEP_S, MicroStepDone)
         except Unavailable:
             raise
@@ -95,12 +95,18 @@ class Claims:
         finally:
             self._on_busy(False)
 
+    def _gateway(self, node: NodeId) -> Place:
+        place = self._site.place(node, "gateway")
+        if place is None:
+            raise Refused(f"the gateway of {node} is not known just now")
+        return place
+
     async def _fail(self, reason: str) -> None:
         """What the replica holds cannot be told any more: forget it and let the micro-steps be done again."""
         await self._drop(reason)
         self._failures += 1
         if self._failures >= TRIES:
-            self._site.scheduler.tell(JobFailed(f"{self._failures} micro-steps in a row failed: {reason}"))
+            self._site.fail(f"{self._failures} micro-steps in a row failed: {reason}")
         await asyncio.sleep(FAILED_S)
 
     async def _drop(self, reason: str) -> None:
@@ -127,13 +133,12 @@ class Claims:
             return True
         # A new name each time: a transfer whose answer was lost may lie staged, and is never merged.
         transfer = f"{self._cell}-{secrets.token_hex(6)}"
-        core = "" if self._cell == self._site.core_cell else self._site.child_address(f"replica-{self._site.core_cell}")
         try:
-            shipped = await self._replica.ask(ShipSums(core, transfer), SHIP_S, SumsShipped)
+            shipped = await self._replica.ask(ShipSums(self._core(), transfer), SHIP_S, SumsShipped)
         except Unavailable:
             raise
         except GyreError as error:
-            if not core:
+            if self._cell == self._site.core_cell:
                 await self._fail(f"the sums of {self._cell} could not be kept for the batch ({error})")
                 return True
             if not self._kept:
@@ -145,3 +150,15 @@ class Claims:
         self._metrics.clear()
         await self._site.core.ask(message, ASK_S, Merged)
         return True
+
+    def _core(self) -> Place | None:
+        """Where the core's replica takes sums; None when ours is that one. Raises Refused while it is not known."""
+        core = self._site.directory.core
+        if core is None:
+            raise Refused("there is no core just now")
+        if core.record.cell == self._cell:
+            return None
+        place = self._site.place(core.record.node, f"replica-{core.record.cell}")
+        if place is None:
+            raise Refused("where the core's replica is reached is not known just now")
+        return place

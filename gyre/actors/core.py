@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gyre.actors.batch import Batch, Stepping, step_record
+from gyre.actors.copies import copied
 from gyre.actors.messages import (
-    Authority,
     Claim,
     ClaimMicroStep,
+    ClusterChanged,
     CoreLeaving,
     CoreLost,
     DropSums,
     GetProgress,
     GiveBack,
-    JobFailed,
     Lead,
     Merged,
     MergeSums,
@@ -45,10 +46,12 @@ from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
+from gyre.ids import CellId, NodeId
 from gyre.sched.launch import batch_of, group_id
 from gyre.store.election import Verdict, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compacted, Compare
 from gyre.store.records import (
+    CoreRecord,
     GroupRecord,
     GroupState,
     JobRecord,
@@ -68,6 +71,7 @@ REPLICA_S = 600.0
 STEP_S = 600.0
 STEP_TRIES = 3
 KEEP_SNAPSHOTS = 4
+NOTHING = Claim(None, {})
 
 
 @record("core.group_changed")
@@ -82,6 +86,12 @@ class _StepFailed:
     reason: str
 
 
+@record("core.copied")
+@dataclass(frozen=True)
+class _Copied:
+    done: StepDone
+
+
 @record("core.expire")
 @dataclass(frozen=True)
 class _Expire:
@@ -91,8 +101,11 @@ class _Expire:
 class CoreActor(Actor):
     """Owns the ledger of the batch in preparation, and the authority over the snapshot."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, office: Versioned[CoreRecord]) -> None:
         self._site = site
+        self._office = office
+        """By which we are the core: what is published compares it, so that a core that was replaced publishes nothing."""
+        self._nodes: set[NodeId] = set()
         self._token = 0
         """The leader's; 0 while none is known that may still write."""
         self._newest_token = 0
@@ -107,26 +120,34 @@ class CoreActor(Actor):
         self._merging = False
         self._stepping: Stepping | None = None
         self._taken: StepDone | None = None
-        """The step is taken, its snapshot is on disk, and it is not published yet."""
+        """The step is taken, its snapshot is on the disks of two nodes if there are two, and it is not published yet."""
         self._stepped = asyncio.Event()
         self._failures = 0
         self._train_tokens = 0.0
         self._train_s = 0.0
         self._replica: RemoteRef | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     async def pre_start(self) -> None:
         site = self._site
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
         assert snapshot is not None, "the node starts its core after the first snapshot"
-        self._replica = site.connect(f"replica-{site.core_cell}")
+        self._replica = site.connect(f"replica-{self._cell}")
         await self._begin(snapshot)
         self.task(self._watch_groups())
         self.after(1.0, _Expire())
+        self._nodes = set(site.directory.nodes)
+        self._unsubscribe = site.directory.subscribe(lambda: self.ref.tell(ClusterChanged()))
         site.scheduler.tell(WhoLeads())
-        if f"cell-{site.core_cell}" in site.refs:  # the replica may be at a step that the actor before us had ordered
-            site.cell(site.core_cell).tell(CoreLost())
+        if f"cell-{self._cell}" in site.refs:  # the replica may be at a step that the actor before us had ordered
+            site.cell(self._cell).tell(CoreLost())
+
+    @property
+    def _cell(self) -> CellId:
+        return self._office.record.cell
 
     async def post_stop(self) -> None:
+        self._unsubscribe()
         if self._replica is not None:
             await self._replica.close()
 
@@ -164,9 +185,20 @@ class CoreActor(Actor):
     @handles(_GroupChanged)
     async def on_group(self, message: _GroupChanged) -> None:
         group = message.group
-        if group.purpose is Purpose.TRAIN and group.state is GroupState.SETTLED:
+        if group.purpose is not Purpose.TRAIN:
+            return
+        if group.state is GroupState.SETTLED:
             await self._plan(group)
             await self._step_if_due()
+        elif group.state is GroupState.OPEN and self._batch is not None and group.index in self._batch.plans:
+            await self._reopened(group)
+
+    async def _reopened(self, group: GroupRecord) -> None:
+        """Runs of it are run again, for their tokens are gone with their node: the batch begins anew without it."""
+        assert self._snapshot is not None
+        if self._stepping is None:  # else it is taken with the group as it was, whose tokens were all merged
+            self._lose(f"{group.group} is run again")
+            await self._begin(self._snapshot)
 
     async def _plan(self, group: GroupRecord) -> None:
         batch, spec = self._batch, self._site.spec
@@ -183,6 +215,7 @@ class CoreActor(Actor):
             assert found.outcome is not None
             assert found.trace is not None
             runs.append(SettledRun(run_id, found.attempt, found.reward, found.outcome, found.trace))
+            batch.homes[run_id] = found.node
         made = plan(
             SettledGroup(group.group, tuple(runs)),
             batch.ledger.version,
@@ -204,15 +237,16 @@ class CoreActor(Actor):
         """A micro-step, if one waits. A claim of the core cell says that its replica is there, with that version."""
         batch = self._batch
         if batch is None or message.version != batch.ledger.version:
-            return Claim(None)
-        if message.cell == self._site.core_cell and not self._ready:
+            return NOTHING
+        if message.cell == self._cell and not self._ready:
             await self._take_up(batch)
         if self._fresh or self._batch is not batch:
-            return Claim(None)
+            return NOTHING
         work = batch.ledger.claim(message.cell, self.now_s, self._site.spec.batch.claim_s)
-        if work is not None:
-            self._site.scheduler.tell(Progressed())
-        return Claim(work)
+        if work is None:
+            return NOTHING
+        self._site.scheduler.tell(Progressed())
+        return Claim(work, batch.homes_of(work))
 
     @handles(SumsStaged, concurrent=True)
     async def staged(self, message: SumsStaged) -> Merged:
@@ -249,12 +283,22 @@ class CoreActor(Actor):
 
     @handles(GiveBack)
     async def give_back(self, message: GiveBack) -> Ok:
-        if self._batch is not None:
-            returned = self._batch.ledger.forfeit(message.cell)
-            if returned:
-                self._site.say(f"{message.cell} gave back {len(returned)} micro-steps")
-                self._site.scheduler.tell(Progressed())
+        self._forfeit(message.cell, f"{message.cell} gave back")
         return Ok()
+
+    def _forfeit(self, cell: CellId, what: str) -> None:
+        if self._batch is not None and (returned := self._batch.ledger.forfeit(cell)):
+            self._site.say(f"{what} {len(returned)} micro-steps")
+            self._site.scheduler.tell(Progressed())
+
+    @handles(ClusterChanged)
+    async def cluster_changed(self, _: ClusterChanged) -> None:
+        """What the cells of a node that is gone had claimed waits again."""
+        directory = self._site.directory
+        gone, self._nodes = self._nodes - set(directory.nodes), set(directory.nodes)
+        for spec in directory.specs:
+            if spec.node in gone:
+                self._forfeit(spec.cell, f"{spec.node} is gone; {spec.cell} had claimed")
 
     @handles(_Expire)
     async def expire(self, _: _Expire) -> None:
@@ -326,7 +370,7 @@ class CoreActor(Actor):
         self._site.scheduler.tell(Progressed())
         if batch.scored_runs == 0:
             reason = "no run of the batch could be scored; see the runs' reasons in the log"
-            self._site.scheduler.tell(JobFailed(reason))
+            self._site.fail(reason)
             return
         if not self._ready or self._token == 0:
             return
@@ -349,7 +393,7 @@ class CoreActor(Actor):
         self._failures += 1
         if self._failures >= STEP_TRIES:
             reason = f"the optimizer step failed {self._failures} times: {message.reason}"
-            self._site.scheduler.tell(JobFailed(reason))
+            self._site.fail(reason)
         self._give_up_step(f"the optimizer step failed ({message.reason})")
 
     def _give_up_step(self, reason: str) -> None:
@@ -357,7 +401,7 @@ class CoreActor(Actor):
         assert self._stepping is not None
         if self._stepping.losses == self._losses:
             self._lose(reason)
-            self._site.cell(self._site.core_cell).tell(CoreLost())
+            self._site.cell(self._cell).tell(CoreLost())
         else:  # it died, which was heard of before
             self._site.say(reason)
         self._end_step()
@@ -371,8 +415,18 @@ class CoreActor(Actor):
             had = f"{stepped_on} of {self._stepping.micro_steps} micro-steps"
             await self.step_failed(_StepFailed(f"the core's replica had the sums of {had}; nothing is published"))
             return
-        self._taken = done
-        await self._publish()
+        self.task(self._copied(done), lambda message: message)
+
+    async def _copied(self, done: StepDone) -> _Copied:
+        await copied(self._site, done.version, done.digest)
+        return _Copied(done)
+
+    @handles(_Copied)
+    async def on_copied(self, message: _Copied) -> None:
+        """The death of this node loses the snapshot no more."""
+        if self._stepping is not None:  # else it was given up meanwhile
+            self._taken = message.done
+            await self._publish()
 
     async def _publish(self) -> None:
         """Publish the step that is taken. Without a leader it waits for the next one, whose Lead comes here again."""
@@ -381,7 +435,7 @@ class CoreActor(Actor):
         assert old is not None
         assert done is not None
         assert stepping is not None
-        record = SnapshotRecord(done.version, done.digest, str(snapshot_path(site.job.snapshots, done.version)))
+        record = SnapshotRecord(done.version, done.digest, site.node)
         step = step_record(batch.plans, stepping, done, site.outside.unix_s())
         while True:
             if self._token == 0:
@@ -395,6 +449,9 @@ class CoreActor(Actor):
             if now.mod_revision != old.mod_revision:
                 self._give_up_step(f"step {step.step} was taken and version {now.record.version} was there before it")
                 await self._go_on_from(now)
+                return
+            if await self._replaced():
+                self._give_up_step(f"step {step.step} was taken, and another cell is the core by now")
                 return
             if outcome is Verdict.DEPOSED:
                 self._token = 0
@@ -422,19 +479,21 @@ class CoreActor(Actor):
             assert found is not None
             taken = replace(found.record, state=GroupState.CONSUMED, step=step.step)
             puts.append(put_record(site.keys.group(group), taken))
-        fence = (Compare.modified(site.keys.job, job.mod_revision),)
+        fence = (
+            Compare.modified(site.keys.core, self._office.mod_revision),
+            Compare.modified(site.keys.job, job.mod_revision),
+        )
         result = await site.store.commit(publish_snapshot_txn(site.keys, self._token, old, new, puts, fence))
         return verdict(result, self._token)
 
+    async def _replaced(self) -> bool:
+        now = await self._site.store.get(self._site.keys.core, CoreRecord)
+        return now is None or now.mod_revision != self._office.mod_revision
+
     async def _go_on_from(self, published: Versioned[SnapshotRecord]) -> None:
-        """The next batch begins at this snapshot, and everybody is told of it."""
-        site = self._site
+        """The next batch begins at this snapshot. Everybody hears of it from the store."""
         await self._begin(published)
-        authority = Authority(published.record.version, published.record.path)
-        site.gateway.tell(authority)
-        for cell in site.cells:
-            site.cell(cell).tell(authority)
-        site.scheduler.tell(Progressed())
+        self._site.scheduler.tell(Progressed())
 
     def _end_step(self) -> None:
         self._stepping = self._taken = None

@@ -11,20 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from gyre.actors.messages import (
     Authority,
     CloseRun,
+    ClusterChanged,
     DrainEngine,
     DrainReport,
     EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
-    GetRoute,
-    JobFailed,
     Ok,
     OpenRun,
     Ping,
@@ -36,7 +36,6 @@ from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
 from gyre.errors import GyreError, Refused, Unavailable
-from gyre.ids import CellId
 from gyre.store.records import SnapshotRecord
 from gyre.trajectory.records import RunTrace
 from gyre.wire import record
@@ -51,8 +50,6 @@ TELL_S = 300.0
 DRAIN_S = 120.0
 CLOSE_S = 300.0
 RETRY_S = 0.2
-HEAR_S = 1.0
-"""Between one question for a cell's route and the next."""
 RESTART_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 START_TRIES = 5
@@ -77,22 +74,23 @@ class GatewayActor(Actor):
         """In a row, without one life between in which it answered."""
         self._version = -1
         self._telling = asyncio.Lock()
+        self._told: tuple[EngineRoute, ...] = ()
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     async def pre_start(self) -> None:
         snapshot = await self._site.store.get(self._site.keys.snapshot, SnapshotRecord)
         assert snapshot is not None
         self._version = snapshot.record.version
+        self._unsubscribe = self._site.directory.subscribe(lambda: self.ref.tell(ClusterChanged()))
         child = self._site.children.adopt().get(CHILD)
         if child is not None and child.alive:
             self._site.say(f"adopted the gateway (pid {child.pid})")
             self._follow(child)
         else:
             await self._start()
-        for cell in self._site.cells:
-            if cell not in self._site.routes and f"cell-{cell}" in self._site.refs:
-                self.task(self._hear_route(cell))
 
     async def post_stop(self) -> None:
+        self._unsubscribe()
         await self._remote.close()
 
     # ------------------------------------------------------------------------------------------ the process
@@ -113,6 +111,7 @@ class GatewayActor(Actor):
             "block_tokens": spec.cells.block_tokens,
             "fsync": spec.journal.fsync == "call",
             "replicate_to": spec.journal.replicate_to,
+            "far": site.far(CHILD),
         }
         argv = (
             sys.executable,
@@ -172,12 +171,10 @@ class GatewayActor(Actor):
         if site.stopping:
             return
         if self._child is not None and (status := self._child.exit) is not None and status.code == BAD_INPUT:
-            site.scheduler.tell(JobFailed(f"the gateway cannot run; the end of {log} says why: {last_line(log)}"))
+            site.fail(f"the gateway cannot run; the end of {log} says why: {last_line(log)}")
             return
         if self._deaths > START_TRIES:
-            site.scheduler.tell(
-                JobFailed(f"the gateway ended {self._deaths} times before it answered ({message.status}); see {log}")
-            )
+            site.fail(f"the gateway ended {self._deaths} times before it answered ({message.status}); see {log}")
             return
         site.say(f"the gateway (pid {message.pid}) ended: {message.status}; starting it again on the same port")
         await asyncio.sleep(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (self._deaths - 1)))
@@ -203,30 +200,30 @@ class GatewayActor(Actor):
     async def _tell_routes(self, deadline_s: float) -> None:
         """The routes as they are when it is our turn, so that no older ones are told after newer ones."""
         async with self._telling:
-            await self._ask(SetRoutes(self._version, tuple(self._site.routes.values())), deadline_s, Ok)
+            self._told = self._routes()
+            await self._ask(SetRoutes(self._version, self._told), deadline_s, Ok)
 
-    async def _hear_route(self, cell: CellId) -> None:
-        """A cell that outlived the gyred here has told its route to the one before, and would not tell it again."""
-        routes = self._site.routes
-        while cell not in routes:
-            try:
-                found = await self._site.cell(cell).ask(GetRoute(), ASK_S, EngineRoute)
-            except GyreError:
-                await asyncio.sleep(HEAR_S)
-                continue
-            if cell not in routes:  # else it has told of a later one meanwhile
-                await self._go_by(found)
+    def _routes(self) -> tuple[EngineRoute, ...]:
+        """As the cells told them; those of a node that is gone are closed until it is back."""
+        site, directory = self._site, self._site.directory
+        there = {site.node, *directory.nodes}
+        return tuple(
+            route if directory.node_of(route.cell) in (None, *there) else replace(route, accepting=False)
+            for route in site.routes.values()
+        )
+
+    @handles(ClusterChanged, concurrent=True)
+    async def cluster_changed(self, _: ClusterChanged) -> None:
+        if self._routes() != self._told:
+            await self._tell_routes(TELL_S)
 
     @handles(RouteChanged, concurrent=True)
     async def route_changed(self, message: RouteChanged) -> Ok:
-        await self._go_by(message.route)
-        return Ok()
-
-    async def _go_by(self, route: EngineRoute) -> None:
-        self._site.routes[route.cell] = route
+        self._site.routes[message.route.cell] = message.route
         await self._tell_routes(TELL_S)
-        if route.accepting:
+        if message.route.accepting:
             self._site.serving.set()
+        return Ok()
 
     @handles(Authority, concurrent=True)
     async def authority(self, message: Authority) -> None:

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from gyre.actors.far import Far, far_side
 from gyre.actors.messages import (
     CloseRun,
     DrainEngine,
@@ -88,7 +89,7 @@ async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
-    replicate_to = config.pop("replicate_to")
+    replicate_to, plain_far = config.pop("replicate_to"), config.pop("far")
     async with AsyncExitStack() as stack:
         peer = await stack.enter_async_context(connect(f"tcp:{replicate_to}", secret)) if replicate_to else None
         settings = GatewayConfig(**folders, **config, engine_key=http_key(secret), metrics_key=metrics_key)
@@ -99,6 +100,7 @@ async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
         system = await stack.enter_async_context(ActorSystem.running("gateway"))
         front = system.spawn("front", lambda: GatewayFront(gateway))
         await stack.enter_async_context(serve(front, address, secret))
+        await stack.enter_async_context(far_side(Far(**plain_far) if plain_far else None, front))
         await stopped.wait()
 
 

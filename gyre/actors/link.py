@@ -54,7 +54,7 @@ class Outgoing:
 
 
 class Link:
-    """`find` gives the local actor that the peer names; it raises Refused."""
+    """`find` gives the local actor that the peer names; it raises GyreError."""
 
     def __init__(self, pipe: Pipe, name: str, peer: Party, find: Callable[[str], LocalRef]) -> None:
         self.peer = peer
@@ -238,7 +238,7 @@ class Link:
 
         try:
             ref = self._find(frame.actor)
-        except Refused as error:
+        except GyreError as error:
             self._reply(ERROR, number, frames.pack_error(error))
         else:
             self._watched.begin(number, ref, lambda reason: self._reply(ANSWER, number, reason.encode()))

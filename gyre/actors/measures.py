@@ -5,7 +5,7 @@ Pure: whoever calls brings the time and the records.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from gyre.actors.messages import GatewayStatus
@@ -59,3 +59,22 @@ class Measures:
             for end in (Role.TRAIN, Role.ROLLOUT)
         }
         self.switch_s = sum(cost or 0.0 for cost in lasted.values())
+
+
+def together(statuses: Sequence[GatewayStatus]) -> GatewayStatus:
+    """The gateways of several nodes as one: what they have, summed; the longest silence of all."""
+    in_flight: Counter[str] = Counter()
+    for status in statuses:
+        in_flight.update(status.in_flight)
+    return GatewayStatus(
+        base_url=statuses[0].base_url,
+        open_runs=sum(status.open_runs for status in statuses),
+        calls_in_flight=sum(status.calls_in_flight for status in statuses),
+        calls_waiting=sum(status.calls_waiting for status in statuses),
+        in_flight=dict(in_flight),
+        calls=sum(status.calls for status in statuses),
+        sampled_tokens=sum(status.sampled_tokens for status in statuses),
+        max_silence_s=max(status.max_silence_s for status in statuses),
+        prefix_tokens_recomputed=sum(status.prefix_tokens_recomputed for status in statuses),
+        failed_runs={run: why for status in statuses for run, why in status.failed_runs.items()},
+    )

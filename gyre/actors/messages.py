@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gyre.ids import CellId, GroupId, MicroStepId, RunId
+from gyre.ids import CellId, GroupId, MicroStepId, NodeId, RunId
 from gyre.trajectory.records import Lineage
 from gyre.wire import record
 
@@ -24,6 +24,16 @@ class Ok:
 @dataclass(frozen=True)
 class Ping:
     """-> Ok."""
+
+
+@record("place")
+@dataclass(frozen=True)
+class Place:
+    """Where a child process is reached by another one."""
+
+    process: str
+    """`node/child` for one of another node; empty for one of the same node."""
+    address: str
 
 
 # ---------------------------------------------------------------------------------------------- gateway
@@ -120,7 +130,7 @@ class Lineages:
 @record("get_gateway_status")
 @dataclass(frozen=True)
 class GetGatewayStatus:
-    """-> GatewayStatus."""
+    """-> GatewayStatus. A node answers for its gateway as it was last heard."""
 
 
 @record("gateway_status")
@@ -190,11 +200,11 @@ class Ready:
 class RunMicroStep:
     """Forward-backward of one micro-step; its gradient is added to the replica's sums. -> MicroStepDone.
 
-    `gateway` is the address where the lineages are to be had.
+    `gateways` has, by run, where the lineages are to be had.
     """
 
     work: MicroStep
-    gateway: str
+    gateways: dict[str, Place]
 
 
 @record("micro_step_done")
@@ -211,10 +221,10 @@ class MicroStepDone:
 class ShipSums:
     """Send the gradient sums to the core's replica at `core` as transfer `transfer`, then zero them. -> SumsShipped.
 
-    When this replica is the core's own (`core` empty) the sums stay where they are.
+    When this replica is the core's own (no `core`) the sums stay where they are.
     """
 
-    core: str
+    core: Place | None
     transfer: str
 
 
@@ -290,16 +300,15 @@ class Offload:
 @record("authority")
 @dataclass(frozen=True)
 class Authority:
-    """The authoritative snapshot, as the core published it. Told to every cell and to the gateway."""
+    """The version of the authoritative snapshot. Each node tells its cells and its gateway when it sees it grow."""
 
     version: int
-    path: str
 
 
-@record("get_route")
+@record("cluster_changed")
 @dataclass(frozen=True)
-class GetRoute:
-    """Gateway actor to cell: how may your engine be used now? -> EngineRoute; Refused while there is no engine."""
+class ClusterChanged:
+    """Within a node: look into the directory again, for a node, a cell or an office has changed."""
 
 
 @record("route_changed")
@@ -338,6 +347,8 @@ class ClaimMicroStep:
 @dataclass(frozen=True)
 class Claim:
     work: MicroStep | None
+    homes: dict[str, NodeId]
+    """By run, the node whose gateway has its lineages."""
 
 
 @record("sums_staged")
@@ -375,7 +386,7 @@ class CoreLeaving:
 @record("core_lost")
 @dataclass(frozen=True)
 class CoreLost:
-    """The core's replica died, and with it the sums merged so far."""
+    """Between the core and its cell: the core's replica died, or is to; with it go the sums merged so far."""
 
 
 @record("get_progress")
@@ -413,15 +424,17 @@ class Progressed:
 @record("run_ended")
 @dataclass(frozen=True)
 class RunEnded:
-    """Run actor to node: the run's record is written; its place is free."""
+    """Run actor to node: the run has settled or is another node's; its place is free."""
 
     run: RunId
+    revision: int
+    """Of its record, when that was so."""
 
 
 @record("job_failed")
 @dataclass(frozen=True)
 class JobFailed:
-    """To the scheduler: the job cannot go on. It says so in the job's record, and the node ends it."""
+    """To the scheduler: the job cannot go on. It says so in the job's record, and the nodes end it. May be repeated."""
 
     reason: str
 
@@ -440,9 +453,24 @@ class RunFailed:
     reason: str
 
 
+@record("run_moved")
+@dataclass(frozen=True)
+class RunMoved:
+    """Node to run actor: the run is another node's by now; end what is left of it here."""
+
+
 @record("end_node")
 @dataclass(frozen=True)
 class EndNode:
     """To the node itself: end runs, actors and children, and leave."""
 
     reason: str
+
+
+@record("leave")
+@dataclass(frozen=True)
+class Leave:
+    """To a node's own actors: it ends soon, and the runs that have not begun here are for others.
+
+    -> Ok: from `member` when the others can know it, from `node` when no run waits here any more.
+    """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gyre.ids import CellId, RunId
+from gyre.ids import CellId, NodeId, RunId
 from gyre.store.records import Role
 from gyre.wire import record
 
@@ -97,6 +97,18 @@ class PinCell:
     role: Role | None
 
 
+@record("drain_node")
+@dataclass(frozen=True)
+class DrainNode:
+    """Give a node no new run, and those to others that have not begun there; or let it have runs again.
+
+    -> Ok when it is written, or Refused.
+    """
+
+    node: NodeId
+    draining: bool
+
+
 @record("resign_leader")
 @dataclass(frozen=True)
 class ResignLeader:
@@ -109,6 +121,14 @@ class PauseJob:
     """Launch no new run, or again launch some. -> Ok when it is written, or Refused."""
 
     paused: bool
+
+
+@record("end_job")
+@dataclass(frozen=True)
+class EndJob:
+    """End the job on every node, for good: it has failed, for this reason. -> Ok when it is written, or Refused."""
+
+    reason: str
 
 
 @record("cancel_run")

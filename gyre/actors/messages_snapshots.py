@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gyre.ids import NodeId
 from gyre.wire import record
+
+
+@record("hold_snapshot")
+@dataclass(frozen=True)
+class HoldSnapshot:
+    """To a node: have this snapshot of `node`, which is about to publish it. -> Ok when it is here whole."""
+
+    version: int
+    digest: str
+    node: NodeId
 
 
 @record("get_manifest")

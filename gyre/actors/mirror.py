@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Generic, TypeVar
@@ -10,6 +11,8 @@ from gyre.store.protocol import Compacted
 from gyre.store.typed import TypedStore, Versioned
 
 T = TypeVar("T")
+
+FOR_EVER = sys.maxsize
 
 
 class Mirror(Generic[T]):
@@ -24,8 +27,8 @@ class Mirror(Generic[T]):
         self.items: dict[str, Versioned[T]] = {}
         self.listed = False
         """Whether it has been listed once: until then nothing is known, which is not to say that there is nothing."""
-        self.dropped: set[str] = set()
-        """Keys whose records are over: they change no more, and nobody has to walk over them again."""
+        self.dropped: dict[str, int] = {}
+        """Keys whose records are over, and the last revision of each that is not looked at: nobody walks over it again."""
 
     @property
     def records(self) -> list[T]:
@@ -34,20 +37,23 @@ class Mirror(Generic[T]):
     def put(self, item: Versioned[T]) -> None:
         """Take what a transaction of our own has just written, before the watch brings it."""
         known = self.items.get(item.key)
-        if item.key in self.dropped:
+        if item.mod_revision <= self.dropped.get(item.key, 0):
             return
+        self.dropped.pop(item.key, None)
         if known is None or known.mod_revision < item.mod_revision:
             self.items[item.key] = item
 
-    def drop(self, key: str) -> None:
-        """Hold this record no more, whatever the watch brings."""
+    def drop(self, key: str, revision: int = FOR_EVER) -> None:
+        """Hold this record no more, whatever the watch brings; with `revision`, until it was written after that."""
         self.items.pop(key, None)
-        self.dropped.add(key)
+        self.dropped[key] = revision
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         while True:
             listing = await self._store.range(self._prefix, self._cls, suffix=self._suffix)
-            self.items = {item.key: item for item in listing.items if item.key not in self.dropped}
+            self.items = {}
+            for item in listing.items:
+                self.put(item)
             self.listed = True
             on_change()
             try:

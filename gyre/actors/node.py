@@ -1,42 +1,34 @@
-"""The node: what gyred runs. It builds the node's actors, starts the runs that are queued for it, and answers gyrectl.
-
-A gyred that is told to end (StopJob, SIGTERM, the job's end) ends all of its children. One that dies leaves them, and the
-next one's actors adopt them.
-"""
+"""The node actor: it starts the runs that are given to its node, ends the node with its job, and answers gyrectl."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import platform
-import signal
-import tomllib
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from contextlib import suppress
+from dataclasses import replace
 
 from gyre import __version__
-from gyre.actors.cell import CellActor
-from gyre.actors.core import CoreActor
-from gyre.actors.gateway import GatewayActor
+from gyre.actors.all_gateways import AllGateways
 from gyre.actors.messages import (
+    CloseRun,
     EndNode,
     GatewayStatus,
     GetCellStatus,
     GetGatewayStatus,
     GetProgress,
+    Leave,
     Ok,
     Ping,
     Progress,
     RunEnded,
     RunFailed,
+    RunMoved,
 )
 from gyre.actors.messages_gyrectl import (
     CancelRun,
     CellStatus,
+    DrainNode,
+    EndJob,
     GetStatus,
     GetTrace,
     GetVersion,
@@ -49,180 +41,35 @@ from gyre.actors.messages_gyrectl import (
     Trace,
     Version,
 )
+from gyre.actors.messages_snapshots import HoldSnapshot
 from gyre.actors.mirror import Mirror
-from gyre.actors.remote import serve
-from gyre.actors.run import RunActor, end_left_runs
-from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, handles
-from gyre.actors.scheduler import SchedulerActor
+from gyre.actors.run import RunActor, end_left_run
+from gyre.actors.runtime import Actor, LocalRef, Ref, handles
 from gyre.actors.site import Site
-from gyre.children import Children, start_ticks
-from gyre.config import JobSpec
-from gyre.demo.builtin import model_dir
-from gyre.errors import BadInput, GyreError, Refused
-from gyre.harness.confine import choose
-from gyre.harness.launch import Launcher
-from gyre.harness.profiles import Settings, profile
-from gyre.harness.tasks import open_source
-from gyre.ids import NodeId, RunId
-from gyre.jobdir import JobDir
-from gyre.store.open import open_store
+from gyre.errors import BadInput, GyreError, Refused, Unavailable
+from gyre.harness.workspace import RunFolder
+from gyre.ids import RunId
+from gyre.sched.placement import NOWHERE
+from gyre.store.protocol import Compare, Txn
 from gyre.store.records import (
     GroupRecord,
     GroupState,
     JobRecord,
     JobState,
-    Keys,
     Purpose,
     Role,
     RunRecord,
     RunState,
-    SnapshotRecord,
     StepRecord,
     SwitchRecord,
 )
-from gyre.store.typed import TypedStore
-from gyre.telemetry.tracing import Tracing
-from gyre.train.whole_folder import clear_unfinished
+from gyre.store.typed import Versioned, put_record
+from gyre.trajectory.records import RunTrace
 
 GATEWAY_EVERY_S = 0.5
-STOP_S = 2.0
-"""For an actor to end what it is at; then it is cancelled, for it may wait for somebody who does not answer."""
-STOP_ALL_S = 15.0
-END_GRACE_S = 5.0
 ORDER_S = 8.0
 """For the scheduler to answer a person's order; gyrectl waits a little longer."""
-
-
-class _NodeSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str
-    dir: Path
-    base: Path
-    store: str
-
-
-class _NodeFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    node: _NodeSection
-
-
-@dataclass(frozen=True)
-class NodeConfig:
-    """What gyred is told in its file: who it is, where the job's folder is, which store."""
-
-    name: NodeId
-    job: JobDir
-    base: Path
-    store: str
-
-    @staticmethod
-    def load(path: Path) -> NodeConfig:
-        """Raises BadInput, naming the key, for a file that cannot be used."""
-        try:
-            section = _NodeFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).node
-        except OSError as error:
-            raise BadInput("--config", str(path), f"it must be a file that can be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadInput("--config", str(path), f"it must be TOML ({error})") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise BadInput(".".join(map(str, first["loc"])), first["input"], first["msg"]) from error
-        return NodeConfig(NodeId(section.name), JobDir(section.dir), section.base, section.store)
-
-
-async def run_node(config: NodeConfig) -> None:
-    """Run the node until its job has ended or it is told to end."""
-    job = config.job
-    job.create()
-    spec = JobSpec.from_json(job.job_file.read_text(encoding="utf-8"))
-    store = open_store(config.store)
-    tracing = Tracing("gyred", spec.telemetry.otlp_endpoint)
-    own = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
-    job.gyred_file.write_text(json.dumps(own), encoding="utf-8")  # the store's lock is ours, so it is true
-    try:
-        site = await _site(config, spec, TypedStore(store), tracing)
-        ended = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, _end_by_signal, site, ended)
-        if not any(name.startswith("replica") and child.alive for name, child in site.children.adopt().items()):
-            clear_unfinished(job.snapshots)
-        try:
-            async with asyncio.timeout(None) as limit, ActorSystem.running(config.name, stop_s=STOP_S) as system:
-                await _people(site, system, ended)
-                async with serve(site.refs["node"], job.address("node"), site.secret):
-                    await ended.wait()
-                limit.reschedule(asyncio.get_running_loop().time() + STOP_ALL_S)
-                for names in (("node",), [f"cell-{cell}" for cell in site.cells], ("core", "scheduler"), ("gateway",)):
-                    await asyncio.gather(*(site.refs[name].stop(STOP_S) for name in names))
-        except TimeoutError:
-            site.say(f"not every actor has stopped within {STOP_ALL_S:g} s; the children are ended all the same")
-        await site.launcher.stop()
-        await end_left_runs(job.runs)
-        await site.children.end_all(END_GRACE_S)
-        await end_left_runs(job.runs)  # those that were just being started
-        job.gyred_file.unlink(missing_ok=True)
-    finally:
-        tracing.close()
-        await store.close()
-
-
-def _end_by_signal(site: Site, ended: asyncio.Event) -> None:
-    if not site.stopping:
-        site.say("ending: gyred was sent a signal to end")
-    site.stopping = True
-    ended.set()
-
-
-async def _site(config: NodeConfig, spec: JobSpec, store: TypedStore, tracing: Tracing) -> Site:
-    job, keys = config.job, Keys(spec.job.name)
-    children = Children(job.state)
-    source = open_source(spec.tasks, spec.job.seed, config.base)
-    sandbox = choose(spec.harness.confine)
-    settings = Settings.of(spec, config.base)
-    hidden = (job.root, job.sockets, *source.private_folders)
-    before = await store.get(keys.job, JobRecord)
-    return Site(
-        node=config.name,
-        spec=spec,
-        job=job,
-        base=config.base,
-        model_dir=model_dir(spec.model.path, config.base),
-        keys=keys,
-        store=store,
-        children=children,
-        tracing=tracing,
-        secret=job.secret(),
-        source=source,
-        sandbox=sandbox,
-        hidden=hidden,
-        launcher=Launcher(children, job.state, profile(spec.harness.profile), settings, sandbox, hidden),
-        active_before_s=before.record.active_s if before else 0.0,
-    )
-
-
-async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None:
-    """Spawn the node's actors. The scheduler comes first: it makes the first snapshot, which the others start from."""
-    restart = Backoff()
-    site.refs["scheduler"] = system.spawn("scheduler", lambda: SchedulerActor(site), restart=restart)
-    await _first_snapshot(site)
-    site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
-    site.refs["core"] = system.spawn("core", lambda: CoreActor(site), restart=restart)
-    for cell in site.cells:
-        site.refs[f"cell-{cell}"] = system.spawn(
-            f"cell-{cell}", lambda cell=cell: CellActor(site, cell), restart=restart
-        )
-    site.refs["node"] = system.spawn("node", lambda: NodeActor(site, ended), restart=restart)
-
-
-async def _first_snapshot(site: Site) -> None:
-    listing = await site.store.range(site.keys.snapshot, SnapshotRecord)
-    if not listing.items:
-        async with aclosing(site.store.watch(site.keys.snapshot, SnapshotRecord, listing.revision + 1)) as changes:
-            async for change in changes:
-                if change.now is not None:
-                    return
+CLOSE_S = 300.0
 
 
 class NodeActor(Actor):
@@ -238,13 +85,17 @@ class NodeActor(Actor):
         self._steps = Mirror(site.store, f"{root}steps/", StepRecord)
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._job = Mirror(site.store, site.keys.job, JobRecord)
+        self._none_waits = asyncio.Event()
+        """No run is queued for this node, as far as we have heard."""
+        self._gateways = AllGateways(site)
         self._reason = ""
         self._progress = Progress(1, 0, 0, 0, 0, 0, step_due=False, train_tokens_s=0.0)
 
     async def pre_start(self) -> None:
         for mirror in (self._groups, self._steps, self._switches):
             self.task(mirror.follow(lambda: None))
-        self.task(self._runs.follow(self._start_runs))
+        self.task(self._runs.follow(self._look_at_runs))
+        self.task(self._end_stale())
         self.task(self._make_ready())
         self.task(self._job.follow(self._check_job))
         self.task(self._poll_gateway())
@@ -261,10 +112,21 @@ class NodeActor(Actor):
 
     # ------------------------------------------------------------------------------------------ runs
 
+    def _look_at_runs(self) -> None:
+        """What has settled is over, what was given to another node is ended here, and there may be more to start."""
+        for item in list(self._runs.items.values()):
+            if item.record.state is RunState.SETTLED:
+                self._runs.drop(item.key, item.mod_revision)
+            elif item.record.node != self._site.node and (live := self._live.get(item.record.run)) is not None:
+                live.tell(RunMoved())
+        if any(run.node == self._site.node and run.state is RunState.QUEUED for run in self._runs.records):
+            self._none_waits.clear()
+        else:
+            self._none_waits.set()
+        self._start_runs()
+
     def _start_runs(self) -> None:
         """Go on with what was live; start what is queued for this node, in launch order, while there is room."""
-        for run in [run for run in self._runs.records if run.state is RunState.SETTLED]:
-            self._runs.drop(self._site.keys.run(run.run))
         if self._site.stopping:
             return
         mine = sorted(
@@ -272,13 +134,31 @@ class NodeActor(Actor):
             key=lambda run: (run.state is RunState.QUEUED, self._age(run)),
         )
         job = self._job_record()
-        launching = self._site.ready.is_set() and job is not None and job.state is not JobState.PAUSED
+        launching = (
+            self._site.ready.is_set()
+            and not self._site.leaving
+            and job is not None
+            and job.state is not JobState.PAUSED
+        )
         for run in mine:
             if run.run in self._live or (run.state is RunState.QUEUED and not launching):
                 continue
             if len(self._live) >= self._site.spec.harness.max_live:
                 return
             self._live[run.run] = self.spawn(f"run-{run.run}", lambda run=run: RunActor(self._site, run.run))
+
+    async def _end_stale(self) -> None:
+        """What an earlier gyred left alive, and was given to another node since."""
+        site = self._site
+        for path in site.job.runs.glob("*/*/ticket.json"):
+            run, attempt = RunId(path.parent.parent.name), int(path.parent.name)
+            found = await site.store.get(site.keys.run(run), RunRecord)
+            if found is None or found.record.node == site.node:
+                continue
+            site.say(f"{run}: {found.record.node or 'another node'} has it; attempt {attempt}, left here, is ended")
+            await end_left_run(RunFolder.of(site.job.runs, run, attempt))
+            with suppress(GyreError):
+                await site.gateway.ask(CloseRun(run, attempt), CLOSE_S, RunTrace)
 
     def _age(self, run: RunRecord) -> tuple[int, str]:
         found = self._runs.items.get(self._site.keys.run(run.run))
@@ -287,8 +167,14 @@ class NodeActor(Actor):
     @handles(RunEnded)
     async def on_run_ended(self, message: RunEnded) -> None:
         self._live.pop(message.run, None)
-        self._runs.drop(self._site.keys.run(message.run))  # it has settled, though our mirror may not know it yet
+        self._runs.drop(self._site.keys.run(message.run), message.revision)  # our mirror may not know it yet
         self._start_runs()
+
+    @handles(GetGatewayStatus)
+    async def gateway_status(self, _: GetGatewayStatus) -> GatewayStatus:
+        if self._site.gateway_status is None:
+            raise Unavailable(f"the gateway of {self._site.node} has not answered yet")
+        return self._site.gateway_status
 
     async def _poll_gateway(self) -> None:
         while True:
@@ -303,6 +189,11 @@ class NodeActor(Actor):
                         live.tell(RunFailed(reason))
             await asyncio.sleep(GATEWAY_EVERY_S)
 
+    @handles(HoldSnapshot, concurrent=True)
+    async def hold_snapshot(self, message: HoldSnapshot) -> Ok:
+        await self._site.held.have(message.version, message.digest, message.node)
+        return Ok()
+
     # ------------------------------------------------------------------------------------------ the end
 
     def _check_job(self) -> None:
@@ -314,6 +205,12 @@ class NodeActor(Actor):
     def _job_record(self) -> JobRecord | None:
         found = self._job.items.get(self._site.keys.job)
         return found.record if found else None
+
+    @handles(Leave, concurrent=True)
+    async def leave(self, _: Leave) -> Ok:
+        self._site.leaving = True
+        await self._none_waits.wait()
+        return Ok()
 
     @handles(StopJob, control=True)
     async def on_stop(self, message: StopJob) -> Ok:
@@ -338,6 +235,10 @@ class NodeActor(Actor):
     async def pin(self, message: PinCell) -> Ok:
         return await self._site.scheduler.ask(message, ORDER_S, Ok)
 
+    @handles(DrainNode, concurrent=True)
+    async def drain(self, message: DrainNode) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
     @handles(ResignLeader, concurrent=True)
     async def resign(self, message: ResignLeader) -> Ok:
         return await self._site.scheduler.ask(message, ORDER_S, Ok)
@@ -346,17 +247,33 @@ class NodeActor(Actor):
     async def pause(self, message: PauseJob) -> Ok:
         return await self._site.scheduler.ask(message, ORDER_S, Ok)
 
-    @handles(CancelRun)
+    @handles(EndJob, concurrent=True)
+    async def end_job(self, message: EndJob) -> Ok:
+        return await self._site.scheduler.ask(message, ORDER_S, Ok)
+
+    @handles(CancelRun, concurrent=True)
     async def cancel(self, message: CancelRun) -> Ok:
-        run, known = message.run, self._runs.items.get(self._site.keys.run(message.run))
+        site, run = self._site, message.run
+        known = self._runs.items.get(site.keys.run(run))
         if (live := self._live.get(run)) is not None:
             live.tell(message)
-        elif known is not None and known.record.state is RunState.QUEUED and known.record.node == self._site.node:
-            self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(self._site, run, cancelled=True))
+        elif known is None:
+            raise Refused(f"{run} is neither queued nor live")
+        elif known.record.node not in (NOWHERE, site.node):
+            return await site.on(known.record.node, "node").ask(message, ORDER_S, Ok)
         else:
-            raise Refused(f"{run} is not queued or live on this node")
-        self._site.say(f"{run}: cancelled by gyrectl")
+            await self._take(known)
+            self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(site, run, cancelled=True))
+        site.say(f"{run}: cancelled by gyrectl")
         return Ok()
+
+    async def _take(self, known: Versioned[RunRecord]) -> None:
+        """Make a run that waits without a node ours."""
+        if known.record.node == NOWHERE:
+            put = put_record(known.key, replace(known.record, node=self._site.node))
+            result = await self._site.store.commit(Txn((Compare.modified(known.key, known.mod_revision),), (put,)))
+            if not result.succeeded:
+                raise Refused(f"{known.record.run} has just changed; look again, and cancel it again")
 
     @handles(GetVersion)
     async def version(self, _: GetVersion) -> Version:
@@ -380,8 +297,9 @@ class NodeActor(Actor):
 
     @handles(GetStatus, concurrent=True)
     async def status(self, _: GetStatus) -> Status:
-        site, job, gateway = self._site, self._job_record(), self._site.gateway_status
-        cells = await asyncio.gather(*(self._cell_status(cell_ref) for cell_ref in map(site.cell, site.cells)))
+        site, job = self._site, self._job_record()
+        cells = await asyncio.gather(*(self._cell_status(site.cell(spec.cell)) for spec in site.directory.cells))
+        gateway = await self._gateways.look()
         with suppress(GyreError):  # else as last heard
             self._progress = await site.core.ask(GetProgress(), 2.0, Progress)
         progress = self._progress
@@ -423,7 +341,7 @@ class NodeActor(Actor):
             events=tuple(site.events)[-20:],
         )
 
-    async def _cell_status(self, cell: LocalRef) -> CellStatus | None:
+    async def _cell_status(self, cell: Ref) -> CellStatus | None:
         try:
             return await cell.ask(GetCellStatus(), 2.0, CellStatus)
         except GyreError:

@@ -4,11 +4,12 @@
         core = peers.ref("node-b", "tls:10.0.0.2:7400", "core")
         claim = await core.ask(ClaimMicroStep(cell, version), 5.0, Claim)
 
-Both sides show a certificate of the cluster's authority (gyre.actors.credentials), and each checks that it names the
+Both sides show a certificate of the cluster's authority (gyre.credentials), and each checks that it names the
 node that it expects. What gyre.actors.remote promises holds here too; besides:
 
+- A process is named `node`, a gyred, or `node/child`, one of its children; its certificate is the node's.
 - Two processes use one connection, whoever made it, for all actors of both. Of two made at the same moment, that of the
-  node with the smaller name stays.
+  process with the smaller name stays.
 - A peer that cannot be reached is tried again after a pause that grows to 5 s; meanwhile asks fail at once, with the
   reason. A wrong or expired certificate is such a reason, and heals when it is renewed.
 - A peer that is cut off, or whose machine died, is noticed by the kernel within 20 s: then the connection ends, and
@@ -28,13 +29,13 @@ from typing import Self
 
 from gyre.actors.address import TcpAddress, keep_alive, listen, parse
 from gyre.actors.channel import Channel
-from gyre.actors.credentials import Credentials, Holder
 from gyre.actors.handshake import Party, greet, introduce
 from gyre.actors.link import Link
 from gyre.actors.pipe import HANDSHAKE_S, Broken, Pipe, said
 from gyre.actors.reference import LocalRef
 from gyre.actors.remote import RemoteRef
 from gyre.actors.supervision import Backoff
+from gyre.credentials import Credentials, Holder
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,14 @@ def keeps_own(me: str, peer: str, *, dialing: bool, dialed_for_s: float | None) 
     return me < peer and (dialing or (dialed_for_s is not None and dialed_for_s < HANDSHAKE_S))
 
 
+def node_of(process: str) -> str:
+    """The node that answers for a process: `node`, its gyred, or `node/child`, one of its children."""
+    return process.partition("/")[0]
+
+
 @dataclass(eq=False)
 class _Pair:
-    """We and one other node."""
+    """We and one other process."""
 
     node: str
     place: TcpAddress | None
@@ -161,7 +167,7 @@ class Peers:
 
     def _refusal(self, holder: Holder, peer: Party) -> str:
         """Why the peer is not let in."""
-        if peer.name != holder.name:
+        if node_of(peer.name) != holder.name:
             return f"its certificate names {holder.name!r}, and it calls itself {peer.name!r}"
         if peer.name == self._me.name:
             return f"it calls itself {peer.name!r}, which is this node's name"
@@ -211,8 +217,8 @@ class Peers:
     async def _secure(self, pair: _Pair, pipe: Pipe) -> None:
         await pipe.secure(self._credentials.context(server=False), server=False)
         holder = Holder.of(pipe.peer_certificate)
-        if holder.name != pair.node:
-            raise Refused(f"its certificate names {holder.name!r}, and {pair.node!r} is expected")
+        if holder.name != node_of(pair.node):
+            raise Refused(f"its certificate names {holder.name!r}, and {node_of(pair.node)!r} is expected")
 
     async def _introduce(self, pair: _Pair, pipe: Pipe) -> Party:
         def refusal(peer: Party) -> str:

@@ -13,11 +13,13 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gyre.actors.far import Far, Ways, far_side
 from gyre.actors.messages import (
     DropOwnSums,
     DropSums,
@@ -32,6 +34,7 @@ from gyre.actors.messages import (
     Ok,
     OptimizerStep,
     Ping,
+    Place,
     Ready,
     RunMicroStep,
     ShipSums,
@@ -39,7 +42,7 @@ from gyre.actors.messages import (
     StepDone,
     SumsShipped,
 )
-from gyre.actors.remote import RemoteRef, connect, serve
+from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.config import CheckpointSection, LossSection, OptimizerSection
 from gyre.errors import Refused, Unavailable
@@ -59,23 +62,13 @@ SETTLE_S = 4.0
 class ReplicaActor(Actor):
     """One replica. Stage and merge come to the core's; everything else from the cell that owns it."""
 
-    def __init__(self, replica: Replica, thread: ThreadPoolExecutor, secret: str) -> None:
+    def __init__(self, replica: Replica, thread: ThreadPoolExecutor, ways: Callable[[], Ways]) -> None:
         self._replica = replica
         self._thread = thread
-        self._secret = secret
-        self._peers: dict[str, RemoteRef] = {}
-
-    async def post_stop(self) -> None:
-        for peer in self._peers.values():
-            await peer.close()
+        self._ways = ways
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-    def _peer(self, address: str) -> RemoteRef:
-        if address not in self._peers:
-            self._peers[address] = connect(address, self._secret)
-        return self._peers[address]
 
     @handles(Ping, concurrent=True)
     async def ping(self, _: Ping) -> Ok:
@@ -88,17 +81,17 @@ class ReplicaActor(Actor):
 
     @handles(RunMicroStep)
     async def run_micro_step(self, message: RunMicroStep) -> MicroStepDone:
-        lineages = await self._lineages(message.work, message.gateway)
+        lineages = await self._lineages(message.work, message.gateways)
         return await self._compute(self._replica.run_micro_step, message.work, lineages)
 
-    async def _lineages(self, work: MicroStep, gateway: str) -> list[Lineage]:
+    async def _lineages(self, work: MicroStep, gateways: Mapping[str, Place]) -> list[Lineage]:
         """The micro-step's lineages in its order, fetched run by run."""
         wanted: dict[tuple[RunId, int], list[int]] = {}
         for item in work.lineages:
             wanted.setdefault((item.run, item.attempt), []).append(item.index)
         found: dict[tuple[RunId, int, int], Lineage] = {}
         for (run, attempt), indices in wanted.items():
-            answer = await self._ask_gateway(gateway, GetLineages(run, attempt, tuple(indices)))
+            answer = await self._ask_gateway(gateways[run], GetLineages(run, attempt, tuple(indices)))
             for lineage in answer.lineages:
                 found[run, attempt, lineage.index] = lineage
 
@@ -110,13 +103,13 @@ class ReplicaActor(Actor):
 
         return [pick(item) for item in work.lineages]
 
-    async def _ask_gateway(self, gateway: str, message: GetLineages) -> Lineages:
+    async def _ask_gateway(self, gateway: Place, message: GetLineages) -> Lineages:
         """One that is gone is asked again: its node starts it anew."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + GATEWAY_S
         while True:
             try:
-                return await self._peer(gateway).ask(message, PEER_S, Lineages)
+                return await self._ways().to(gateway).ask(message, PEER_S, Lineages)
             except Unavailable as error:
                 if loop.time() > until_s:  # the asker must not take the gateway's absence for ours
                     raise Refused(f"the lineages of {message.run} are not to be had: {error}") from error
@@ -124,11 +117,11 @@ class ReplicaActor(Actor):
 
     @handles(ShipSums)
     async def ship(self, message: ShipSums) -> SumsShipped:
-        if not message.core:
+        if message.core is None:
             return await self._compute(self._replica.keep, message.transfer)
         sums = await self._compute(self._replica.sums, message.transfer)
         try:
-            await self._peer(message.core).ask(sums, PEER_S, Ok)
+            await self._ways().to(message.core).ask(sums, PEER_S, Ok)
         except Unavailable as error:
             raise Refused(f"the core's replica did not take the sums: {error}") from error
         await self._compute(self._replica.zero_sums)
@@ -183,8 +176,12 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
         replica = await asyncio.get_running_loop().run_in_executor(
             thread, Replica, model_dir, replica_config, checkpoints_dir, staging_dir
         )
-        async with ActorSystem.running("replica") as system:
-            actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, secret))
+        async with AsyncExitStack() as stack:
+            system = await stack.enter_async_context(ActorSystem.running("replica"))
+            actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, lambda: ways))
+            far = Far(**config["far"]) if config["far"] else None
+            ways = Ways(secret, await stack.enter_async_context(far_side(far, actor)))
+            stack.push_async_callback(ways.close)
             async with serve(actor, address, secret):
                 await stopped.wait()
                 await asyncio.to_thread(replica.end_checkpoints, SETTLE_S)

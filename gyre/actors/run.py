@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, OpenRun, RunEnded, RunFailed
+from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, OpenRun, RunEnded, RunFailed, RunMoved
 from gyre.actors.messages_gyrectl import CancelRun
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
@@ -97,10 +97,11 @@ class RunActor(Actor):
         self._site = site
         self._run = run
         self._cancelled = cancelled
+        self._moved = False
         self._process: HarnessProcess | None = None
 
     async def pre_start(self) -> None:
-        self.task(self._live(), lambda _: RunEnded(self._run))
+        self.task(self._live(), lambda revision: RunEnded(self._run, revision))
 
     @handles(RunFailed)
     async def on_failed(self, message: RunFailed) -> None:
@@ -116,6 +117,15 @@ class RunActor(Actor):
         if self._process is not None and self._process.alive:
             await self._process.end(END_GRACE_S)
 
+    @handles(RunMoved)
+    async def on_moved(self, _: RunMoved) -> None:
+        """Another node has been given the run: whatever this attempt still does is of no use."""
+        if not self._moved:
+            self._moved = True
+            self._site.say(f"{self._run}: another node has it; the attempt here is ended")
+            if self._process is not None and self._process.alive:
+                await self._process.end(END_GRACE_S)
+
     @handles(RunEnded)
     async def on_ended(self, message: RunEnded) -> None:
         self._site.refs["node"].tell(message)
@@ -123,10 +133,12 @@ class RunActor(Actor):
 
     # ------------------------------------------------------------------------------------------ the run
 
-    async def _live(self) -> None:
+    async def _live(self) -> int:
+        """Until the run has settled or is another node's; the revision of its record that says so."""
         site = self._site
         found = await self._read()
-        while found.record.state is not RunState.SETTLED:
+        while self._ours(found):
+            self._moved = False
             group = await site.store.get(site.keys.group(found.record.group), GroupRecord)
             assert group is not None
             task = site.task(group.record.purpose, group.record.index)
@@ -148,6 +160,8 @@ class RunActor(Actor):
                 found = await self._write(
                     found, replace(found.record, state=RunState.LIVE, started_unix_s=site.outside.unix_s())
                 )
+                if not self._ours(found):
+                    continue
                 try:
                     adopted = await self._start(found.record, folder, task, key)
                 except GyreError as error:
@@ -155,6 +169,10 @@ class RunActor(Actor):
                     continue
             self._process, ticket = adopted
             found = await self._follow(found, folder, task, adopted[0], ticket)
+        return found.mod_revision
+
+    def _ours(self, found: Versioned[RunRecord]) -> bool:
+        return found.record.state is not RunState.SETTLED and found.record.node == self._site.node
 
     async def _read(self) -> Versioned[RunRecord]:
         found = await self._site.store.get(self._site.keys.run(self._run), RunRecord)
@@ -228,6 +246,9 @@ class RunActor(Actor):
         exit_, stopped = await self._until_end(process, ticket)
         ended_s = self._site.outside.monotonic_s()
         trace = await self._close(found.record.attempt)
+        if self._moved:
+            ticket_file(folder).unlink(missing_ok=True)
+            return await self._read()
         end = _ending(exit_, ticket, spec.limits.run_s, ended_s, timed_out=stopped)
         report = GatewayReport(trace.calls, trace.interrupted_calls, trace.failure)
         judgement: Judgement | None = None
@@ -295,6 +316,12 @@ def _ending(exit_: HarnessExit, ticket: _Ticket, limit_s: float, ended_s: float,
 
 def ticket_file(folder: RunFolder) -> Path:
     return folder.root / "ticket.json"
+
+
+async def end_left_run(folder: RunFolder) -> None:
+    """End the harness of an attempt that is not ours any more, and see to it that nobody takes it up again."""
+    ticket_file(folder).unlink(missing_ok=True)
+    await _end_left(folder.root / "process.json")
 
 
 async def end_left_runs(runs: Path) -> None:

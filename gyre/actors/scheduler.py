@@ -7,33 +7,44 @@ when something happened, and writes what they say. Every write is fenced by the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from gyre.actors.all_gateways import AllGateways
+from gyre.actors.campaign import Campaign
 from gyre.actors.measures import Measures
-from gyre.actors.messages import GetProgress, JobFailed, Lead, Ok, Progress, Progressed, WhoLeads
-from gyre.actors.messages_gyrectl import PauseJob, PinCell, ResignLeader, SwitchCell
+from gyre.actors.messages import (
+    GatewayStatus,
+    GetProgress,
+    JobFailed,
+    Lead,
+    Ok,
+    Progress,
+    Progressed,
+    WhoLeads,
+)
+from gyre.actors.messages_gyrectl import DrainNode, EndJob, PauseJob, PinCell, ResignLeader, SwitchCell
 from gyre.actors.mirror import Mirror
+from gyre.actors.places import Places
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import Refused, Unavailable
 from gyre.ids import CellId, RunId
 from gyre.sched.launch import Launch, LaunchPlan, batch_of, is_finished, mean, next_launches, run_id
 from gyre.sched.orders import refuse_pin, refuse_switch
+from gyre.sched.placement import NOWHERE
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.sched.revival import Revival
-from gyre.store.election import Verdict, campaign_txn, elected, fenced_txn, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compacted, Compare, Delete, Lease, LeaseLost, Put
+from gyre.store.election import Verdict, fenced_txn, publish_snapshot_txn, verdict
+from gyre.store.protocol import Compare, Delete, Put
 from gyre.store.records import (
     CellRoleRecord,
-    CellSpecRecord,
+    DrainRecord,
     GroupRecord,
     GroupState,
     JobRecord,
     JobState,
-    LeaderRecord,
     PinRecord,
     Purpose,
     Role,
@@ -48,11 +59,6 @@ from gyre.wire import record
 
 T = TypeVar("T")
 
-LEASE_S = 5.0
-CAMPAIGN_PAUSE_S = 1.0
-"""Before a campaign that the store did not take is begun again."""
-RESIGN_PAUSE_S = 0.2
-"""The others' head start, after this one gave the lease up, before it campaigns again."""
 WRITTEN_TICKS = 20
 TICK_S = 0.5
 """Decisions follow events; this only bounds how long a measured rate or a passing second goes unnoticed."""
@@ -88,8 +94,9 @@ class SchedulerActor(Actor):
             heldout=spec.tasks.heldout,
         )
         self._token = 0
-        self._lease: Lease | None = None
-        self._resigned = asyncio.Event()
+        self._campaign = Campaign(
+            site, lambda token: self.ref.tell(_Elected(token)), lambda why: self.ref.tell(_Deposed(why))
+        )
         self._failure = ""
         """Why the job cannot go on, until a leader has written it down."""
         root = site.keys.root
@@ -98,6 +105,11 @@ class SchedulerActor(Actor):
         self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._pins = Mirror(site.store, f"{root}pins/", PinRecord)
+        self._drains = Mirror(site.store, site.keys.drains, DrainRecord)
+        self._places = Places(site, self._groups, self._runs, self._roles, self._drains, self._commit)
+        self._gateways = AllGateways(site)
+        self._gateway: GatewayStatus | None = None
+        """All gateways together, as last heard."""
         self._switched: dict[CellId, int] = {}
         """By cell, the epoch of a switch that a person ordered: the policy waits until the cell has come to rest."""
         self._revival = Revival()
@@ -106,74 +118,41 @@ class SchedulerActor(Actor):
         self._ticks = 0
         self._following = False
         self._woken = False
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     async def pre_start(self) -> None:
-        self.task(self._campaign())
+        self.task(self._campaign.run())
+        self.task(self._look_at_gateways())
+        self._unsubscribe = self._site.directory.subscribe(self._wake)
         self.after(TICK_S, _Tick())
 
     async def post_stop(self) -> None:
+        self._unsubscribe()
         if self._token and self._site.stopping:
             await self._update_job()
-        if self._lease is not None:  # else nobody could lead before it runs out
-            with suppress(LeaseLost, Unavailable):
-                await self._lease.revoke()
+        await self._campaign.end()
 
     # ------------------------------------------------------------------------------------------ leadership
-
-    async def _campaign(self) -> None:
-        """Win, hold the lease until it is lost, and campaign again, for ever."""
-        site = self._site
-        me = LeaderRecord(site.node, site.child_address("node"))
-        while True:
-            try:
-                self._lease = lease = await site.store.store.lease(LEASE_S)
-                result = await site.store.commit(campaign_txn(site.keys, me, lease.id))
-                token = elected(result, lease.id)
-                if token is None:
-                    await lease.revoke()
-                    await self._until_free(result.revision)
-                    continue
-            except (LeaseLost, Unavailable, Compacted):
-                await asyncio.sleep(CAMPAIGN_PAUSE_S)
-                continue
-            self._resigned.clear()
-            self.ref.tell(_Elected(token))
-            try:
-                while not await self._resigns_within(lease.ttl_s / 3):
-                    with suppress(Unavailable):  # it is proven still; when it is not any more it is lost
-                        await lease.keep_alive()
-            except LeaseLost as error:
-                self.ref.tell(_Deposed(str(error)))
-                continue
-            with suppress(LeaseLost, Unavailable):  # else it runs out
-                await lease.revoke()
-            await asyncio.sleep(RESIGN_PAUSE_S)
-
-    async def _resigns_within(self, limit_s: float) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                return await self._resigned.wait()
-        return False
-
-    async def _until_free(self, revision: int) -> None:
-        async with aclosing(self._site.store.store.watch(self._site.keys.leader, revision + 1)) as events:
-            async for event in events:
-                if event.kind == "delete":
-                    return
 
     @handles(_Elected)
     async def on_elected(self, message: _Elected) -> None:
         self._token = message.token
+        self._places.begin()
         await self._ensure_job()
         if not self._following:
             self._following = True
-            for mirror in (self._groups, self._runs, self._roles, self._switches, self._pins):
+            for mirror in self._mirrors:
                 self.task(mirror.follow(self._wake))
         self._lead()
 
+    @property
+    def _mirrors(self) -> tuple[Mirror[Any], ...]:
+        return (self._groups, self._runs, self._roles, self._switches, self._pins, self._drains)
+
     def _lead(self) -> None:
         """Tell the core whose token fences what it writes; again and again, since it may not have heard."""
-        if "core" in self._site.refs:  # else it asks us when it begins
+        core = self._site.directory.core
+        if core is not None and core.record.node in self._site.directory.nodes:  # else it asks us when it begins
             self._site.core.tell(Lead(self._token))
 
     @handles(WhoLeads)
@@ -192,7 +171,7 @@ class SchedulerActor(Actor):
         self._must_lead()
         self._site.say("the leader resigns, as it was told")
         self._token = 0
-        self._resigned.set()
+        self._campaign.resign()
         return Ok()
 
     def _must_lead(self) -> None:
@@ -217,14 +196,9 @@ class SchedulerActor(Actor):
             )
             absent = (Compare.created(site.keys.job, 0),)
             await self._commit((put_record(site.keys.job, job),), absent)
-        for cell in site.cells:
-            spec = CellSpecRecord(cell, site.node, cell == site.core_cell, site.spec.cells.slots)
-            await self._commit(
-                (put_record(site.keys.cell_spec(cell), spec),), (Compare.created(site.keys.cell_spec(cell), 0),)
-            )
         if await site.store.get(site.keys.snapshot, SnapshotRecord) is None and self._token:
-            path, digest = make_first_snapshot(site.model_dir, site.job.snapshots)
-            first = SnapshotRecord(0, digest, str(path))
+            _, digest = make_first_snapshot(site.model_dir, site.job.snapshots)
+            first = SnapshotRecord(0, digest, site.node)
             await site.store.commit(publish_snapshot_txn(site.keys, self._token, None, first))
 
     def _wake(self) -> None:
@@ -252,7 +226,7 @@ class SchedulerActor(Actor):
     @handles(_Tick)
     async def on_tick(self, _: _Tick) -> None:
         self.after(TICK_S, _Tick())
-        self._measures.look(self.now_s, self._site.gateway_status, self._roles.records, self._runs.records)
+        self._measures.look(self.now_s, self._gateway, self._roles.records, self._runs.records)
         self._measures.look_at_switches(self._switches.records)
         self._ticks += 1
         if self._token:
@@ -275,8 +249,9 @@ class SchedulerActor(Actor):
 
     async def _decide(self) -> None:
         site = self._site
-        mirrors = (self._groups, self._runs, self._roles, self._switches, self._pins)
-        if not self._token or "core" not in site.refs or site.stopping or not all(mirror.listed for mirror in mirrors):
+        if not self._token or site.stopping or not site.directory.listed:
+            return
+        if not all(mirror.listed for mirror in self._mirrors):
             return
         job = await site.store.get(site.keys.job, JobRecord)
         snapshot = await site.store.get(site.keys.snapshot, SnapshotRecord)
@@ -285,6 +260,9 @@ class SchedulerActor(Actor):
         paused = job.record.state is JobState.PAUSED
         if self._failure:
             await self._end_job(JobState.FAILED, self._failure)
+            return
+        await self._places.look(self.now_s)
+        if site.directory.core is None:
             return
         self._drop_consumed()
         await self._settle_groups()
@@ -297,7 +275,18 @@ class SchedulerActor(Actor):
         launches = next_launches(self._plan, version, job.record.launched_groups, job.record.consumed_groups, groups)
         if launches and not paused:
             await self._launch(launches, version)
+        await self._places.give_runs()
         await self._set_roles(paused=paused)
+
+    # ------------------------------------------------------------------------------------------ nodes come and go
+
+    async def _look_at_gateways(self) -> None:
+        while True:
+            if self._token:
+                self._gateway = await self._gateways.look()
+            await asyncio.sleep(TICK_S)
+
+    # ------------------------------------------------------------------------------------------ groups
 
     def _drop_consumed(self) -> None:
         """What has been trained is decided about no more: a long job costs no more per decision than a short one."""
@@ -379,7 +368,7 @@ class SchedulerActor(Actor):
                 0,
             )
             queued = [
-                RunRecord(run, launch.group, RunState.QUEUED, 1, site.node, None, None, "", None, 0.0, 0.0)
+                RunRecord(run, launch.group, RunState.QUEUED, 1, NOWHERE, None, None, "", None, 0.0, 0.0)
                 for run in runs
             ]
             puts = [put_record(site.keys.group(launch.group), group)]
@@ -415,7 +404,7 @@ class SchedulerActor(Actor):
     # ------------------------------------------------------------------------------------------ roles
 
     def _view(self, roles: Mapping[CellId, CellRoleRecord], progress: Progress, *, paused: bool) -> ClusterView:
-        spec, gateway = self._site.spec, self._site.gateway_status
+        spec, gateway = self._site.spec, self._gateway
         in_flight = gateway.in_flight if gateway else {}
         runs, pins = self._runs.records, self._pinned()
         past = batch_of(progress.step, spec.batch.groups).stop
@@ -462,8 +451,9 @@ class SchedulerActor(Actor):
         return {pin.cell: pin.role for pin in self._pins.records}
 
     async def _set_roles(self, *, paused: bool) -> None:
-        roles = self._seen_roles()
-        if len(roles) < len(self._site.cells):
+        there = {spec.cell for spec in self._site.directory.cells}
+        roles = {cell: seen for cell, seen in self._seen_roles().items() if cell in there}
+        if len(roles) < len(there):
             return  # the cells have not reported yet
         try:
             progress = await self._site.core.ask(GetProgress(), 5.0, Progress)
@@ -542,6 +532,21 @@ class SchedulerActor(Actor):
         self._site.say(f"{cell}: {'unpinned' if role is None else f'pinned to {role.value}'}, by gyrectl")
         return Ok()
 
+    @handles(DrainNode)
+    async def on_drain(self, message: DrainNode) -> Ok:
+        self._must_lead()
+        node, key = message.node, self._site.keys.drain(message.node)
+        if message.draining is any(drain.node == node for drain in self._drains.records):
+            raise Refused(f"{node} is {'draining already' if message.draining else 'not draining'}")
+        if message.draining:
+            outcome = await self._commit((put_record(key, DrainRecord(node)),))
+        else:
+            outcome = await self._commit((), deletes=(Delete(key),))
+        if outcome is not Verdict.WRITTEN:
+            raise Unavailable("another leads now; ask again")
+        self._site.say(f"{node}: {'draining' if message.draining else 'takes runs again'}, by gyrectl")
+        return Ok()
+
     @handles(PauseJob)
     async def on_pause(self, message: PauseJob) -> Ok:
         self._must_lead()
@@ -553,4 +558,14 @@ class SchedulerActor(Actor):
         self._must_lead()
         self._site.say(f"the job is {after.value}, by gyrectl")
         self._wake()
+        return Ok()
+
+    @handles(EndJob)
+    async def on_end_job(self, message: EndJob) -> Ok:
+        self._must_lead()
+        job = await self._site.store.get(self._site.keys.job, JobRecord)
+        if job is None or job.record.state not in (JobState.RUNNING, JobState.PAUSED):
+            raise Refused(f"the job is {job.record.state.value if job else 'not begun'}")
+        await self._end_job(JobState.FAILED, message.reason)
+        self._must_lead()
         return Ok()

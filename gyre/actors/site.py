@@ -14,12 +14,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from gyre.actors.messages import EngineRoute, GatewayStatus, OpenRun
+from gyre.actors.directory import Directory
+from gyre.actors.elsewhere import Elsewhere
+from gyre.actors.far import Far, read_address
+from gyre.actors.held import HeldSnapshots
+from gyre.actors.messages import EngineRoute, GatewayStatus, JobFailed, OpenRun, Place
 from gyre.actors.outside import Outside
+from gyre.actors.peers import Peers
 from gyre.actors.remote import RemoteRef
-from gyre.actors.runtime import LocalRef
+from gyre.actors.runtime import LocalRef, Ref
+from gyre.actors.snapshot_service import Snapshots
 from gyre.children import Children
 from gyre.config import JobSpec
+from gyre.credentials import Credentials
 from gyre.harness.confine import Sandbox
 from gyre.harness.launch import Launcher
 from gyre.harness.tasks import Task, TaskSource
@@ -54,10 +61,23 @@ class Site:
     """Folders that no run and no evaluator may see: the job's own, and those that hold answers."""
     active_before_s: float
     """Seconds the job was worked on before this gyred began."""
+    cells: tuple[CellId, ...]
+    """This node's own."""
+    directory: Directory
+    """Who is where, this node included."""
+    host: str = "127.0.0.1"
+    """Where this node's engines and processes are reached."""
+    credentials: Credentials | None = None
+    """Ours among the nodes; None where there is one node only."""
+    peers: Peers | None = None
+    """The way to other nodes; None where there are none."""
     outside: Outside = field(default_factory=Outside)
     began_s: float = field(init=False)
     events: deque[str] = field(default_factory=lambda: deque[str](maxlen=EVENTS_KEPT))
     refs: dict[str, LocalRef] = field(default_factory=dict[str, LocalRef])
+    """This node's actors, by the name under which other nodes reach them too."""
+    failure: str = ""
+    """Why the job cannot go on, as far as this node knows; the leader is told until it has written it down."""
 
     def __post_init__(self) -> None:
         self.began_s = self.outside.monotonic_s()
@@ -75,6 +95,8 @@ class Site:
     """Set when an engine has been open to the gateway."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine serves and the harness is warm: from then on a run's clock may start."""
+    leaving: bool = False
+    """The node ends soon: it begins no run any more."""
     stopping: bool = False
     """The job was told to end: what ends from now on ends because of that."""
     gateway_status: GatewayStatus | None = None
@@ -94,29 +116,95 @@ class Site:
         """Seconds the job was worked on, earlier gyreds included."""
         return self.active_before_s + self.outside.monotonic_s() - self.began_s
 
+    # ------------------------------------------------------------------------------------------ who is reached how
+
     @property
     def gateway(self) -> LocalRef:
+        """This node's own."""
         return self.refs["gateway"]
 
-    @property
-    def core(self) -> LocalRef:
-        return self.refs["core"]
+    @cached_property
+    def core(self) -> Ref:
+        return Elsewhere("the core", lambda: self._at(self._core_node, "core"))
+
+    @cached_property
+    def scheduler(self) -> Ref:
+        """The leader's."""
+        return Elsewhere("the leader", lambda: self._at(self.directory.leader, "scheduler"))
+
+    def cell(self, cell: CellId) -> Ref:
+        return Elsewhere(str(cell), lambda: self._at(self.directory.node_of(cell), f"cell-{cell}"))
+
+    def on(self, node: NodeId, actor: str) -> Ref:
+        """An actor of a certain node."""
+        return Elsewhere(f"{node}/{actor}", lambda: self._at(node, actor))
+
+    def _at(self, node: NodeId | None, actor: str) -> Ref | None:
+        if node is None:
+            return None
+        if node == self.node:
+            return self.refs.get(actor)
+        there = self.directory.node(node)
+        if there is None or self.peers is None:
+            return None
+        return self.peers.ref(node, there.address, actor, there.incarnation)
 
     @property
-    def scheduler(self) -> LocalRef:
-        return self.refs["scheduler"]
+    def core_cell(self) -> CellId | None:
+        core = self.directory.core
+        return None if core is None else core.record.cell
 
-    def cell(self, cell: CellId) -> LocalRef:
-        return self.refs[f"cell-{cell}"]
+    @cached_property
+    def held(self) -> HeldSnapshots:
+        return HeldSnapshots(
+            self.node, self.snapshots, self.model_dir, self.directory, lambda node: self.on(node, "snapshots")
+        )
 
     @property
-    def cells(self) -> tuple[CellId, ...]:
-        """The node's cells; the first is the core."""
-        return tuple(CellId(f"c{index}") for index in range(self.spec.cells.count))
+    def checkpoints(self) -> Path:
+        """Where the core's replica keeps its state, which the next core goes on from if it reaches the folder too."""
+        named = self.spec.checkpoint.dir
+        return self.base / named if named else self.job.checkpoints
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        return Snapshots(self.job.snapshots)
 
     @property
-    def core_cell(self) -> CellId:
-        return self.cells[0]
+    def _core_node(self) -> NodeId | None:
+        core = self.directory.core
+        return None if core is None else core.record.node
+
+    def fail(self, reason: str) -> None:
+        """The job cannot go on. The leader hears of it until it has written it down."""
+        if not self.failure:
+            self.failure = reason
+            self.scheduler.tell(JobFailed(reason))
+
+    def place(self, node: NodeId, child: str) -> Place | None:
+        """Where a child process of ours reaches one of `node`; None while that is not known."""
+        if node == self.node:
+            return Place("", self.child_address(child))
+        found = self.directory.child(node, child)
+        return None if found is None else Place(f"{node}/{child}", found.address)
+
+    def far(self, child: str) -> dict[str, str] | None:
+        """What our child process has to know of those of other nodes (gyre.actors.far); None where there are none."""
+        if self.credentials is None:
+            return None
+        paths = (self.credentials.ca, self.credentials.certificate, self.credentials.key)
+        ca, certificate, key = map(str, paths)
+        return Far(f"{self.node}/{child}", ca, certificate, key, self.host, str(self._far_file(child))).to_plain()
+
+    def far_addresses(self) -> dict[str, str]:
+        """Where other nodes' processes reach our children, as far as those have told, by their names."""
+        if self.credentials is None:
+            return {}
+        names = ("gateway", *(f"replica-{cell}" for cell in self.cells))
+        return {name: address for name in names if (address := read_address(self._far_file(name)))}
+
+    def _far_file(self, child: str) -> Path:
+        return self.job.state / f"{child}.far.json"
 
     def child_address(self, name: str) -> str:
         """Where the actor in child process `name` is reached."""

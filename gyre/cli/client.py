@@ -27,7 +27,7 @@ from gyre.cli.report import Books, Report, read_books, summarise
 from gyre.config import JobSpec
 from gyre.errors import BadInput, Unavailable
 from gyre.jobdir import JobDir
-from gyre.store.open import open_store
+from gyre.store.open import cluster_of, keys_for, open_store
 from gyre.store.records import Keys
 from gyre.store.typed import TypedStore
 
@@ -82,6 +82,11 @@ async def version(job: JobDir) -> Version:
     return await _ask(job, GetVersion(), Version)
 
 
+def is_lone(job: JobDir) -> bool:
+    """Whether the job has one node, whose gyred alone writes to its store."""
+    return cluster_of(store_url(job)) is None
+
+
 def gyred_of(job: JobDir) -> ProcessRef | None:
     """The process that runs this job now, whoever started it."""
     try:
@@ -109,7 +114,7 @@ async def reading(job: JobDir) -> AsyncGenerator[tuple[TypedStore, Keys]]:
     store = open_store(url, read_only=True)
     try:
         async with asyncio.timeout(ORDER_S):
-            yield TypedStore(store), Keys(read_spec(job).job.name)
+            yield TypedStore(store), keys_for(url, read_spec(job).job.name)
     except TimeoutError:
         raise Unavailable(f"the state store has not answered within {ORDER_S:g} s; gyrectl doctor says more") from None
     finally:
@@ -130,13 +135,8 @@ async def _ask(job: JobDir, message: object, reply: type[T], limit_s: float = AS
 
 async def books(job: JobDir) -> Books:
     """The job's records, read from its store (which may be in use)."""
-    if not job.store.exists():
-        raise Unavailable(f"{job.root} has no store yet")
-    store = open_store(f"sqlite://{job.store}", read_only=True)
-    try:
-        return await read_books(store, Keys(read_spec(job).job.name))
-    finally:
-        await store.close()
+    async with reading(job) as (store, keys):
+        return await read_books(store.store, keys)
 
 
 async def report(job: JobDir) -> tuple[JobDir, Report]:

@@ -12,17 +12,20 @@ from typing import Annotated
 
 import typer
 
-from gyre.actors.messages_gyrectl import PinCell, ResignLeader, SwitchCell
+from gyre.actors.messages_gyrectl import DrainNode, PinCell, ResignLeader, SwitchCell
 from gyre.cli import client, tables
 from gyre.cli.saying import AsJson, Dir, Yes, done, say, show_row, show_rows
 from gyre.errors import BadInput, Unavailable
-from gyre.ids import CellId
+from gyre.ids import CellId, NodeId
 from gyre.jobdir import JobDir
 from gyre.sched.orders import ORDERED
 from gyre.store.records import (
     CellRoleRecord,
     CellSpecRecord,
+    CoreRecord,
+    DrainRecord,
     LeaderRecord,
+    NodeRecord,
     PinRecord,
     Role,
     RunRecord,
@@ -36,11 +39,12 @@ ELECTED_S = 10.0
 LOOK_S = 0.05
 
 cell_app = typer.Typer(help="Look at the cells, and order their roles.", no_args_is_help=True)
-node_app = typer.Typer(help="Look at the nodes.", no_args_is_help=True)
+node_app = typer.Typer(help="Look at the nodes, and have one give its work away.", no_args_is_help=True)
 leader_app = typer.Typer(help="Look at the leader, or have it step down.", no_args_is_help=True)
 snapshot_app = typer.Typer(help="Look at the authoritative weights.", no_args_is_help=True)
 
 Cell = Annotated[str, typer.Argument(help="The cell; `gyrectl cell list` names them.", show_default=False)]
+Node = Annotated[str, typer.Argument(help="The node; `gyrectl node list` names them.", show_default=False)]
 Wanted = Annotated[str, typer.Argument(metavar="rollout|train", help="The role.", show_default=False)]
 
 
@@ -113,8 +117,10 @@ async def _cells(job: JobDir) -> list[tables.Row]:
         specs = await store.range(f"{keys.root}cells/", CellSpecRecord, suffix="/spec")
         roles = await store.range(f"{keys.root}cells/", CellRoleRecord, suffix="/role")
         pins = await store.range(f"{keys.root}pins/", PinRecord)
+        core = await store.get(keys.core, CoreRecord)
     return tables.cell_rows(
         [item.record for item in specs.items],
+        core.record.cell if core else None,
         {CellId(item.key.split("/")[-2]): item.record for item in roles.items},
         [item.record for item in pins.items],
     )
@@ -125,25 +131,78 @@ async def _cells(job: JobDir) -> list[tables.Row]:
 
 @node_app.command("list")
 def list_nodes(folder: Dir = None, as_json: AsJson = False) -> None:
-    """List the nodes that have cells, and the runs that wait and live there.
+    """List the nodes: whether each is there, what it has, and the runs that wait and live there.
 
     gyrectl node list
     """
+    columns = ("node", "there", "draining", "leads", "core", "cells", "queued", "live", "address")
+    show_rows(done(lambda: _nodes(client.find_job(folder))), columns, as_json=as_json)
 
-    async def work() -> list[tables.Row]:
-        job = client.find_job(folder)
-        async with client.reading(job) as (store, keys):
-            specs = await store.range(f"{keys.root}cells/", CellSpecRecord, suffix="/spec")
-            runs = await store.range(f"{keys.root}runs/", RunRecord)
-            leader = await store.get(keys.leader, LeaderRecord)
-        return tables.node_rows(
-            [item.record for item in specs.items],
-            [item.record for item in runs.items],
-            leader.record if leader else None,
-            running=client.gyred_of(job) is not None,
-        )
 
-    show_rows(done(work), ("node", "running", "leads", "cells", "queued", "live"), as_json=as_json)
+@node_app.command("show")
+def show_node(node: Node, folder: Dir = None, as_json: AsJson = False) -> None:
+    """Show one node.
+
+    gyrectl node show node-a
+    """
+
+    async def work() -> tables.Row:
+        return _named(await _nodes(client.find_job(folder)), node)
+
+    show_row(done(work), as_json=as_json)
+
+
+@node_app.command()
+def drain(node: Node, folder: Dir = None, as_json: AsJson = False) -> None:
+    """Give a node no new run, and the ones that have not begun there to others. What lives there ends there.
+
+    gyrectl node drain node-a
+    """
+    done(lambda: _drain(client.find_job(folder), node, draining=True))
+    say(f"{node}: draining", as_json=as_json, node=node, draining=True)
+
+
+@node_app.command()
+def undrain(node: Node, folder: Dir = None, as_json: AsJson = False) -> None:
+    """Give a node runs again.
+
+    gyrectl node undrain node-a
+    """
+    done(lambda: _drain(client.find_job(folder), node, draining=False))
+    say(f"{node}: takes runs again", as_json=as_json, node=node, draining=False)
+
+
+async def _drain(job: JobDir, node: str, *, draining: bool) -> None:
+    _named(await _nodes(job), node)
+    await client.order(job, DrainNode(NodeId(node), draining))
+
+
+def _named(rows: list[tables.Row], node: str) -> tables.Row:
+    for row in rows:
+        if row["node"] == node:
+            return row
+    raise BadInput("node", node, f"one of {', '.join(row['node'] for row in rows)}")
+
+
+async def _nodes(job: JobDir) -> list[tables.Row]:
+    async with client.reading(job) as (store, keys):
+        nodes = await store.range(keys.nodes, NodeRecord)
+        specs = await store.range(keys.cells, CellSpecRecord, suffix="/spec")
+        runs = await store.range(f"{keys.root}runs/", RunRecord)
+        drains = await store.range(keys.drains, DrainRecord)
+        leader = await store.get(keys.leader, LeaderRecord)
+        core = await store.get(keys.core, CoreRecord)
+    # A lone gyred that was killed leaves its record behind until the next one begins.
+    there = not client.is_lone(job) or client.gyred_of(job) is not None
+    return tables.node_rows(
+        [item.record for item in nodes.items] if there else [],
+        [item.record for item in specs.items],
+        [item.record for item in runs.items],
+        {item.record.node for item in drains.items}
+        | {item.record.node for item in nodes.items if not item.record.max_live},
+        leader.record.node if leader and there else None,
+        core.record.node if core else None,
+    )
 
 
 @leader_app.command("show")
@@ -155,7 +214,8 @@ def show_leader(folder: Dir = None, as_json: AsJson = False) -> None:
 
     async def work() -> tables.Row:
         job = client.find_job(folder)
-        return tables.leader_row(await _leader(job), running=client.gyred_of(job) is not None)
+        there = not client.is_lone(job) or client.gyred_of(job) is not None
+        return tables.leader_row(await _leader(job), running=there)
 
     row = done(work)
     show_row(row, as_json=as_json)
@@ -197,14 +257,14 @@ async def _leader(job: JobDir) -> Versioned[LeaderRecord] | None:
 
 @snapshot_app.command("show")
 def show_snapshot(folder: Dir = None, as_json: AsJson = False) -> None:
-    """Show the authoritative snapshot: its version, its manifest's digest, where it lies.
+    """Show the authoritative snapshot: its version, its manifest's digest, the node that made it.
 
     gyrectl snapshot show
     """
 
     async def work() -> tables.Row:
         found, _ = await _snapshots(client.find_job(folder))
-        return {"version": found.version, "digest": found.digest, "path": found.path}
+        return {"version": found.version, "digest": found.digest, "node": found.node}
 
     show_row(done(work), as_json=as_json)
 

@@ -1,10 +1,12 @@
 """`gyrectl doctor`: looks at what a job stands on, changes nothing, and says of each thing how it is and how to mend it.
 
-With a job: its store, clock, port, disk, harness, versions. Without one: the machine. Judgement is gyre.cli.findings'.
+With a job: its store, clock, port, disk, harness, versions; of a cluster's, the other nodes too, as this one reaches
+them. Without one: the machine. Judgement is gyre.cli.findings'.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import platform
@@ -18,42 +20,56 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gyre import __version__
+from gyre.actors.messages_gyrectl import GetVersion, Version
+from gyre.actors.node_config import Membership, NodeConfig
+from gyre.actors.peers import Peers
+from gyre.actors.runtime import LocalRef
 from gyre.cli import client, findings
 from gyre.cli.findings import Finding, State
 from gyre.config import JobSpec
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput, GyreError, Refused
 from gyre.harness.confine import choose
 from gyre.harness.profiles import Settings, profile
 from gyre.jobdir import JobDir
 from gyre.kv_migrate import choice as transports
-from gyre.store.records import JobRecord, Keys
+from gyre.store.open import keys_for
+from gyre.store.records import JobRecord, NodeRecord
 from gyre.store.typed import versioned
 from gyre.train.snapshot import list_snapshots
 
+if TYPE_CHECKING:
+    from gyre.store.etcd.store import EtcdStore
+
 PKI = Path("pki")
 PORT_S = 2.0
+PEER_S = 5.0
 
 
 async def examine(job: JobDir | None) -> list[Finding]:
     """Every finding, of the machine alone where there is no job."""
-    found = [*_training(), _transfer(), *_certificates(PKI)]
+    found = [*_training(), _transfer()]
     if job is None:
-        return [*found, _sandbox("auto"), _disk(Path.cwd(), 0)]
+        return [*found, *_certificates(PKI), _sandbox("auto"), _disk(Path.cwd(), 0)]
     try:
         spec, base = client.read_spec(job), _base(job)
     except BadInput as error:
         return [*found, Finding("job", State.FAULT, str(error), "name another folder with --dir")]
+    membership = NodeConfig.load(job.node_file).membership
+    held = membership.credentials if membership else None
+    found += _certificates(PKI, *((held.ca, held.certificate) if held else ()))
     url, running = client.store_url(job), client.gyred_of(job) is not None
     found += await _etcd(url, spec) if url.startswith("etcd:") else [_embedded(job)]
     if running:
         found += await _gyred(job)
+    found += await _cluster(job, spec, base)
     found.append(_port(spec, running=running))
     found.append(_disk(job.root, _snapshot_bytes(job)))
     found.append(_sandbox(spec.harness.confine))
     found.append(_harness(spec, base))
-    return found
+    return list({(each.what, each.found): each for each in found}.values())  # one certificate, named twice
 
 
 def _base(job: JobDir) -> Path:
@@ -93,22 +109,35 @@ async def _etcd(url: str, spec: JobSpec) -> list[Finding]:
     for endpoint in address.endpoints:
         store = EtcdStore(replace(address, endpoints=(endpoint,)), read_only=True)
         try:
-            job = await store.get(Keys(spec.job.name).job)
+            job = await store.get(keys_for(url, spec.job.name).job)
         except GyreError as error:
             mend = "see that it runs (etcdctl endpoint health) and that this node reaches it"
             found.append(Finding("store", State.FAULT, f"{endpoint}: {error}", mend))
         else:
             began = "the job has begun" if job and versioned(job, JobRecord) else "it knows no such job yet"
-            found.append(Finding("store", State.OK, f"{endpoint} answers; {began}"))
+            answers = Finding("store", State.OK, f"{endpoint} answers; {began}")
+            found.append(findings.quota(endpoint, await _alarms(store)) or answers)
         finally:
             await store.close()
-    files = {path for path in (address.ca, address.cert) if path is not None}
-    return found + [each for path in sorted(files) for each in _certificates(path)]
+    return found + _certificates(*(path for path in (address.ca, address.cert) if path is not None))
 
 
-def _certificates(path: Path) -> list[Finding]:
-    """Those at `path`, a file or a folder of them."""
-    paths = sorted(path.glob("*.pem")) if path.is_dir() else [path] if path.exists() else []
+async def _alarms(store: EtcdStore) -> list[str]:
+    """The alarms that etcd has raised. Where only its root may know them, none are."""
+    from gyre.store.etcd.api import message_class, method
+
+    try:
+        answer = await store.client.ask(method("Maintenance", "Alarm"), message_class("AlarmRequest")())
+    except GyreError:
+        return []
+    kinds = message_class("AlarmMember").DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
+    return sorted({str(kinds[each.alarm].name) for each in answer.alarms})
+
+
+def _certificates(*places: Path) -> list[Finding]:
+    """Those at `places`, each a file or a folder of them."""
+    files = (sorted(place.glob("*.pem")) if place.is_dir() else [place] for place in places)
+    paths = list({path.resolve(): path for some in files for path in some if path.exists()}.values())
     if not paths:
         return []
     try:
@@ -142,6 +171,51 @@ async def _gyred(job: JobDir) -> list[Finding]:
         findings.versions(ours, (("gyre", there.gyre), ("Python", there.python))),
         findings.clock(there.unix_s - time.time(), "gyred"),
     ]
+
+
+async def _cluster(job: JobDir, spec: JobSpec, base: Path) -> list[Finding]:
+    """The other nodes as they answer, and whether they could go on. Nothing where the node is alone."""
+    config = NodeConfig.load(job.node_file)
+    membership = config.membership
+    if membership is None:
+        return []
+    try:
+        async with client.reading(job) as (store, keys):
+            nodes = [item.record for item in (await store.range(keys.nodes, NodeRecord)).items]
+    except GyreError:  # told by the finding of the store
+        return []
+    others = [node for node in nodes if node.node != config.name]
+    found = await _peers(config, membership, others)
+    folder = base / spec.checkpoint.dir if spec.checkpoint.dir else None
+    checkpoints = findings.checkpoints(folder, len(nodes), there=folder is not None and folder.is_dir())
+    return [*found, *([checkpoints] if checkpoints else [])]
+
+
+async def _peers(config: NodeConfig, membership: Membership, others: list[NodeRecord]) -> list[Finding]:
+    ours = (("gyre", __version__), ("Python", platform.python_version()))
+    told: dict[str, tuple[tuple[str, str], ...] | str] = {}
+    clocks: list[Finding] = []
+
+    async def ask(node: NodeRecord) -> None:
+        try:
+            asked_s = time.time()
+            there = await peers.ref(node.node, node.address, "node").ask(GetVersion(), PEER_S, Version)
+        except GyreError as error:
+            told[node.node] = f"{node.address} does not answer: {error}"
+            return
+        told[node.node] = (("gyre", there.gyre), ("Python", there.python))
+        clocks.append(findings.clock(there.unix_s - (asked_s + time.time()) / 2, node.node))
+
+    try:
+        async with Peers(f"{config.name}/doctor", membership.credentials, _nobody) as peers:
+            await asyncio.gather(*(ask(node) for node in others))
+    except GyreError as error:
+        return [Finding("peer", State.FAULT, str(error), "mend ca, certificate and key in node.toml")]
+    return [*findings.peers(ours, told), *clocks]
+
+
+def _nobody(actor: str) -> LocalRef:
+    raise Refused(f"{actor!r} is not here: gyrectl doctor serves nothing")
 
 
 def _port(spec: JobSpec, *, running: bool) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -78,18 +78,56 @@ def certificate(path: Path, name: str, left: timedelta, *, ca: bool) -> Finding:
     return Finding("certificate", State.OK, f"{path} is valid for {left.days} days")
 
 
+def peers(ours: Sequence[tuple[str, str]], theirs: Mapping[str, Sequence[tuple[str, str]] | str]) -> list[Finding]:
+    """`theirs`: by node, the (name, version) that it tells, or why it did not answer. `ours` are gyrectl's."""
+    found: list[Finding] = []
+    for node, told in sorted(theirs.items()):
+        if isinstance(told, str):
+            mend = "see that its gyred runs, that its port is open to this node, and gyrectl pki show on both"
+            found.append(Finding("peer", State.FAULT, f"{node}: {told}", mend))
+        elif other := _others(ours, told):
+            mend = "nodes of one cluster run one version: install it there, and start its gyred again"
+            found.append(Finding("peer", State.FAULT, f"{node} has {other}", mend))
+        else:
+            found.append(Finding("peer", State.OK, f"{node} is reached, and has this version"))
+    return found
+
+
+def quota(endpoint: str, alarms: Sequence[str]) -> Finding | None:
+    """What etcd raised an alarm for; None where there is none."""
+    if not alarms:
+        return None
+    mend = "compact, defragment, then disarm it (docs/operations.md)"
+    return Finding("store", State.FAULT, f"{endpoint}: etcd's alarm {', '.join(alarms)}; it takes no writes", mend)
+
+
+def checkpoints(folder: Path | None, nodes: int, *, there: bool) -> Finding | None:
+    """Whether another node could go on from the core's checkpoints. `folder` is what the job names."""
+    if folder is None:
+        if nodes < 2:
+            return None
+        mend = "name a folder that all nodes reach (checkpoint.dir)"
+        return Finding("checkpoints", State.WARNING, "if the core's node dies, AdamW's state begins anew", mend)
+    if not there:
+        return Finding("checkpoints", State.FAULT, f"{folder} is not there", "mount it on this node")
+    return Finding("checkpoints", State.OK, f"are kept in {folder}")
+
+
 def versions(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> Finding:
     """(name, version) of gyrectl's and of gyred's."""
-    other = [
+    if other := _others(ours, theirs):
+        mend = "start it again from this installation (gyrectl stop, gyrectl up JOB --resume)"
+        return Finding("versions", State.FAULT, f"gyred has {other}", mend)
+    return Finding(
+        "versions", State.OK, "gyred and gyrectl: " + ", ".join(f"{name} {version}" for name, version in ours)
+    )
+
+
+def _others(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(
         f"{name} {theirs_}, here {ours_}"
         for (name, ours_), (_, theirs_) in zip(ours, theirs, strict=True)
         if ours_ != theirs_
-    ]
-    if other:
-        mend = "start it again from this installation (gyrectl stop, gyrectl up JOB --resume)"
-        return Finding("versions", State.FAULT, f"gyred has {', '.join(other)}", mend)
-    return Finding(
-        "versions", State.OK, "gyred and gyrectl: " + ", ".join(f"{name} {version}" for name, version in ours)
     )
 
 

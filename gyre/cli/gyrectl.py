@@ -30,7 +30,7 @@ from gyre.cli.up import Options
 from gyre.cli.up import up as run_up
 from gyre.cli.work_cli import group_app, job_app, step_app
 from gyre.config import JobFileError, load_job
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput, GyreError, Refused
 from gyre.wire import to_plain
 
 if TYPE_CHECKING:
@@ -171,8 +171,15 @@ def doctor(folder: Dir = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def stop(folder: Dir = None) -> None:
-    """End a running job cleanly; it can be resumed."""
-    _run(lambda: client.stop(client.find_job(folder), "gyrectl stop"))
+    """End a running job cleanly; it can be resumed. A cluster's job is ended by `gyrectl job stop`."""
+
+    async def work() -> None:
+        job = client.find_job(folder)
+        if not client.is_lone(job):
+            raise Refused("it is a cluster's job: `gyrectl job stop` ends it, and SIGTERM ends a node's gyred")
+        await client.stop(job, "gyrectl stop")
+
+    _run(work)
     console.print("stopping")
 
 

@@ -2,6 +2,9 @@
 
     gyred --config node.toml
 
+Signals: SIGTERM and SIGINT end it, and in a cluster its queued runs are taken by others first; at SIGHUP it reads its file
+again and takes over the log's level. Under systemd it says when it is ready, and what it does (gyre.service).
+
 Exit codes: 0 the job ended or gyred was told to stop; 2 bad input; 3 the job has a gyred; anything else is a crash, after
 which the next gyred adopts the children that this one left.
 """
@@ -10,15 +13,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
+import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from gyre.actors.node import NodeConfig, run_node
+from gyre.actors.daemon import run_node
+from gyre.actors.node_config import NodeConfig
 from gyre.errors import BadInput, GyreError
+from gyre.service import Service
 from gyre.store.protocol import StoreLocked
 
 TAKEN = 3
+_M_MMAP_THRESHOLD, _BIG_BYTES = -3, 128 * 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gyred", description="The daemon of one Gyre node.")
     parser.add_argument("--config", type=Path, required=True, metavar="NODE.toml", help="the node's configuration")
     args = parser.parse_args(argv)
+    _give_memory_back()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
@@ -33,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     try:
-        asyncio.run(run_node(NodeConfig.load(args.config)))
+        asyncio.run(_run(args.config, Service.of(os.environ)))
     except StoreLocked as error:
         logging.getLogger("gyred").error("%s", error)
         return TAKEN
@@ -44,6 +55,36 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("gyred").error("%s", error)
         return 1
     return 0
+
+
+async def _run(file: Path, service: Service) -> None:
+    config = NodeConfig.load(file)
+    logging.getLogger().setLevel(config.log_level.upper())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(config, file, service))
+    await run_node(config, service)
+
+
+def _reload(begun: NodeConfig, file: Path, service: Service) -> None:
+    """Take over what may change while the node runs, and say what else has changed since it was `begun`."""
+    service.reloading()
+    try:
+        now = NodeConfig.load(file)
+    except BadInput as error:
+        line = f"not reloaded, all stays as it was: {error}"
+    else:
+        logging.getLogger().setLevel(now.log_level.upper())
+        line = f"reloaded: the log's level is {now.log_level}; certificates are read at each connection"
+        if waits := begun.differs(now):
+            line += f"; {', '.join(waits)} changed, which needs a restart"
+    logging.getLogger("gyred").log(max(logging.INFO, logging.getLogger().level), "%s", line)  # shown whatever the level
+    service.reloaded()
+
+
+def _give_memory_back() -> None:
+    """Have a big buffer's memory go back to the system when it is freed: glibc else learns to keep as much as the biggest
+    message so far took."""
+    with suppress(AttributeError):  # another C library has no such thing, and needs none
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _BIG_BYTES)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class RunFiles:
 
     def words(self) -> Words | None:
         """The job's tokenizer, or None where it cannot be read."""
-        from gyre.actors.node import NodeConfig
+        from gyre.actors.node_config import NodeConfig
         from gyre.demo.builtin import model_dir
 
         try:

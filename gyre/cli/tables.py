@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gyre.ids import CellId
+from gyre.ids import CellId, NodeId
 from gyre.sched.launch import mean
 from gyre.store.records import (
     CellRoleRecord,
@@ -14,6 +14,7 @@ from gyre.store.records import (
     GroupState,
     JobRecord,
     LeaderRecord,
+    NodeRecord,
     PinRecord,
     RunRecord,
     RunState,
@@ -26,7 +27,10 @@ Row = dict[str, Any]
 
 
 def cell_rows(
-    specs: Sequence[CellSpecRecord], roles: Mapping[CellId, CellRoleRecord], pins: Sequence[PinRecord]
+    specs: Sequence[CellSpecRecord],
+    core: CellId | None,
+    roles: Mapping[CellId, CellRoleRecord],
+    pins: Sequence[PinRecord],
 ) -> list[Row]:
     """Every cell; one that has not reported yet has no role."""
     pinned = {pin.cell: pin.role.value for pin in pins}
@@ -37,7 +41,7 @@ def cell_rows(
             {
                 "cell": spec.cell,
                 "node": spec.node,
-                "core": spec.core,
+                "core": spec.cell == core,
                 "role": role.observed.value if role else None,
                 "desired": role.desired.value if role else None,
                 "pinned": pinned.get(spec.cell),
@@ -50,19 +54,28 @@ def cell_rows(
 
 
 def node_rows(
-    specs: Sequence[CellSpecRecord], runs: Sequence[RunRecord], leader: LeaderRecord | None, *, running: bool
+    nodes: Sequence[NodeRecord],
+    specs: Sequence[CellSpecRecord],
+    runs: Sequence[RunRecord],
+    draining: Collection[NodeId],
+    leader: NodeId | None,
+    core: NodeId | None,
 ) -> list[Row]:
-    """Every node that has cells. `running`: the gyred of this folder's job lives."""
+    """Every node that has joined; `there` are those whose records are given."""
+    there = {node.node: node for node in nodes}
     return [
         {
             "node": node,
-            "running": running,
-            "leads": running and leader is not None and leader.node == node,
+            "there": node in there,
+            "draining": node in draining,
+            "leads": leader == node,
+            "core": core == node,
             "cells": [spec.cell for spec in sorted(specs, key=lambda spec: spec.cell) if spec.node == node],
             "queued": sum(run.node == node and run.state is RunState.QUEUED for run in runs),
             "live": sum(run.node == node and run.state is RunState.LIVE for run in runs),
+            "address": there[node].address if node in there else None,
         }
-        for node in sorted({spec.node for spec in specs})
+        for node in sorted({spec.node for spec in specs} | set(there))
     ]
 
 

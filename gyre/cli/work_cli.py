@@ -5,15 +5,21 @@ What is read comes from the job's state store, while the job runs and after it h
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gyre.actors.messages_gyrectl import PauseJob
+from gyre.actors.messages_gyrectl import EndJob, PauseJob
+from gyre.actors.node_config import NodeConfig
 from gyre.cli import client, tables
-from gyre.cli.saying import AsJson, Dir, done, say, show_row, show_rows
+from gyre.cli.check import check_job
+from gyre.cli.saying import AsJson, Dir, Yes, done, say, show_row, show_rows
+from gyre.cli.submit import submit_job
+from gyre.config import JobFileError, load_job
 from gyre.errors import BadInput, Unavailable
-from gyre.store.records import GroupRecord, GroupState, JobRecord, RunRecord, SnapshotRecord, StepRecord
+from gyre.jobdir import JobDir
+from gyre.store.records import GroupRecord, GroupState, JobRecord, JobState, RunRecord, SnapshotRecord, StepRecord
 
 group_app = typer.Typer(help="Look at the groups of runs.", no_args_is_help=True)
 step_app = typer.Typer(help="Look at the optimizer steps.", no_args_is_help=True)
@@ -88,6 +94,31 @@ def show_job(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @job_app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    node: Annotated[Path, typer.Option("--node", metavar="NODE.toml", help="The file of a node of the cluster.")],
+    as_json: AsJson = False,
+) -> None:
+    """Have a cluster's nodes work on a job. There is one at a time; its name is its own for ever.
+
+    gyrectl job submit job.toml --node node.toml
+    """
+
+    async def work() -> str:
+        config = NodeConfig.load(node)
+        if config.membership is None:
+            raise BadInput("--node", str(node), "a node of a cluster (node.store on etcd); gyrectl up runs a job alone")
+        spec = load_job(file)
+        if faults := check_job(spec, config.base):
+            raise JobFileError(file, faults)
+        await submit_job(config, spec)
+        return spec.job.name
+
+    name = done(work)
+    say(f"{name}: submitted", as_json=as_json, job=name)
+
+
+@job_app.command()
 def pause(folder: Dir = None, as_json: AsJson = False) -> None:
     """Launch no new runs; live ones go on, and what is ready is trained. It holds over restarts, until `job resume`.
 
@@ -105,3 +136,31 @@ def resume(folder: Dir = None, as_json: AsJson = False) -> None:
     """
     done(lambda: client.order(client.find_job(folder), PauseJob(paused=False)))
     say("running", as_json=as_json, state="running")
+
+
+@job_app.command()
+def stop(yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+    """End the job for good, on every node: it has failed, "stopped by gyrectl". Asks first.
+
+    gyrectl job stop --dir /var/lib/gyre/jobs/my-job
+    """
+
+    async def look() -> tuple[JobDir, str]:
+        job = client.find_job(folder)
+        return job, client.read_spec(job).job.name
+
+    job, name = done(look)
+    if not yes:
+        typer.confirm(f"{name} cannot go on after this, and its live runs are lost. End it?", abort=True, err=True)
+
+    async def work() -> None:
+        try:
+            await client.order(job, EndJob("stopped by gyrectl"))
+        except Unavailable:  # the node may have ended the job, and itself for it, before it could answer
+            async with client.reading(job) as (store, keys):
+                found = await store.get(keys.job, JobRecord)
+            if found is None or found.record.state is not JobState.FAILED:
+                raise
+
+    done(work)
+    say(f"{name}: ended", as_json=as_json, job=name, state="failed")

@@ -7,6 +7,7 @@ from pathlib import Path
 from gyre.errors import BadInput
 from gyre.store.embedded import EmbeddedStore
 from gyre.store.protocol import Store
+from gyre.store.records import Keys
 
 _ALLOWED = "sqlite:///absolute/path, sqlite:relative/path, memory:, or etcd://host:2379,host:2379/cluster"
 
@@ -29,6 +30,12 @@ def cluster_of(url: str) -> str | None:
     from gyre.store.etcd.address import EtcdAddress  # here, so that nobody loads it who needs no etcd
 
     return EtcdAddress.parse(url).cluster if url.startswith("etcd:") else None
+
+
+def keys_for(url: str, job: str) -> Keys:
+    """Where a job has its records in the store at `url`: a cluster's store holds one job after the other."""
+    cluster = cluster_of(url)
+    return Keys(job if cluster is None else f"{cluster}/jobs/{job}")
 
 
 def _etcd(url: str, read_only: bool) -> Store:

@@ -61,10 +61,42 @@ class LeaderRecord:
 @record("node")
 @dataclass(frozen=True)
 class NodeRecord:
+    """A node that is there: the record hangs on the lease of its gyred."""
+
     node: NodeId
     address: str
-    """Where its control actor is reached (gyre.actors.remote address)."""
+    """Where its actors are reached by other nodes (gyre.actors.peers); empty where there are none."""
     incarnation: str
+    """Which life of its gyred."""
+    max_live: int
+    """Runs live at a time; 0 when the node ends soon, and its queued runs are for others."""
+
+
+@record("child")
+@dataclass(frozen=True)
+class ChildRecord:
+    """Where other nodes' processes reach a child process of a node. It hangs on the node's lease."""
+
+    node: NodeId
+    name: str
+    address: str
+
+
+@record("drain")
+@dataclass(frozen=True)
+class DrainRecord:
+    """A person's word that a node gets no new run, and gives those away that have not begun."""
+
+    node: NodeId
+
+
+@record("core")
+@dataclass(frozen=True)
+class CoreRecord:
+    """Which cell owns weights and optimizer. Written by the leader; a publication compares it."""
+
+    cell: CellId
+    node: NodeId
 
 
 @record("cell_spec")
@@ -72,7 +104,6 @@ class NodeRecord:
 class CellSpecRecord:
     cell: CellId
     node: NodeId
-    core: bool
     slots: int
     """Runs that the cell's engine serves at a time without slowing."""
 
@@ -110,11 +141,11 @@ class PinRecord:
 @record("snapshot")
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """The authoritative weights. `version` only grows; `digest` is the manifest's."""
+    """The authoritative weights. `version` only grows; `digest` is the manifest's; `node` is the first that held them."""
 
     version: int
     digest: str
-    path: str
+    node: NodeId
 
 
 @record("job")
@@ -134,6 +165,23 @@ class JobRecord:
     started_unix_s: float
     active_s: float
     """Seconds the job was worked on, earlier `gyrectl up` included; written with each step and at the end."""
+
+
+@record("current_job")
+@dataclass(frozen=True)
+class CurrentJobRecord:
+    """The job that a cluster's nodes work on; `spec` is the job file as JSON."""
+
+    name: str
+    spec: str
+
+
+@record("secret")
+@dataclass(frozen=True)
+class SecretRecord:
+    """What the processes of one cluster show each other beside their certificates."""
+
+    secret: str
 
 
 @record("step")
@@ -180,6 +228,7 @@ class RunRecord:
     state: RunState
     attempt: int
     node: NodeId
+    """Where it waits, lives or has lived; empty while no node has room for it."""
     outcome: Outcome | None
     reward: float | None
     reason: str
@@ -219,9 +268,18 @@ class SwitchRecord:
     reason: str
 
 
+def current_key(cluster: str) -> str:
+    """Of a cluster's CurrentJobRecord."""
+    return f"/gyre/{cluster}/current"
+
+
+def secret_key(cluster: str) -> str:
+    return f"/gyre/{cluster}/secret"
+
+
 @dataclass(frozen=True)
 class Keys:
-    """Every key path of a cluster, in one place."""
+    """Every key path of one job, in one place."""
 
     cluster: str
 
@@ -241,8 +299,38 @@ class Keys:
     def job(self) -> str:
         return f"{self.root}job"
 
+    @property
+    def core(self) -> str:
+        return f"{self.root}core"
+
+    @property
+    def nodes(self) -> str:
+        """Prefix of the node records."""
+        return f"{self.root}nodes/"
+
     def node(self, node: NodeId) -> str:
-        return f"{self.root}nodes/{node}"
+        return f"{self.nodes}{node}"
+
+    @property
+    def children(self) -> str:
+        """Prefix of the child records."""
+        return f"{self.root}children/"
+
+    def child(self, node: NodeId, name: str) -> str:
+        return f"{self.children}{node}/{name}"
+
+    @property
+    def drains(self) -> str:
+        """Prefix of the drain records."""
+        return f"{self.root}drains/"
+
+    def drain(self, node: NodeId) -> str:
+        return f"{self.drains}{node}"
+
+    @property
+    def cells(self) -> str:
+        """Prefix of the cells' specs and roles."""
+        return f"{self.root}cells/"
 
     def cell_spec(self, cell: CellId) -> str:
         return f"{self.root}cells/{cell}/spec"

@@ -18,7 +18,7 @@ import xxhash
 
 from gyre.errors import StorageFull
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 _UNFINISHED = ".unfinished-"
 
 

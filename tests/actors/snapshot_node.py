@@ -14,11 +14,11 @@ import signal
 import sys
 from pathlib import Path
 
-from gyre.actors.credentials import Credentials
 from gyre.actors.messages_snapshots import Chunk, GetChunk
 from gyre.actors.peers import Peers
 from gyre.actors.runtime import ActorSystem, handles
 from gyre.actors.snapshot_service import Snapshots, SnapshotService
+from gyre.credentials import Credentials
 
 
 class Dying(SnapshotService):

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre.actors.directory import Directory
 from gyre.actors.messages import DropSums, MergeSums, Ok, OptimizerStep, StepDone
-from gyre.actors.runtime import Actor, handles
+from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.actors.site import Site
 from gyre.children import Children
 from gyre.config import BatchSection, HarnessSection, JobSection, JobSpec, ModelSection, TasksSection
@@ -16,17 +17,22 @@ from gyre.harness.confine import UNCONFINED
 from gyre.harness.launch import Launcher
 from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import Task
-from gyre.ids import GroupId, NodeId, RunId, TaskId
+from gyre.ids import CellId, GroupId, NodeId, RunId, TaskId
 from gyre.jobdir import JobDir
 from gyre.sched.launch import group_id, run_id
+from gyre.store.election import campaign_txn, elected
 from gyre.store.embedded import EmbeddedStore
 from gyre.store.protocol import Txn
 from gyre.store.records import (
+    CellSpecRecord,
+    CoreRecord,
     GroupRecord,
     GroupState,
     JobRecord,
     JobState,
     Keys,
+    LeaderRecord,
+    NodeRecord,
     Purpose,
     RunRecord,
     RunState,
@@ -37,6 +43,7 @@ from gyre.telemetry.tracing import Tracing
 from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
 
 DEADLINE_S = 120.0
+CELLS = (CellId("c0"), CellId("c1"))
 
 SPEC = JobSpec(
     job=JobSection(name="small", steps=2),
@@ -64,14 +71,15 @@ def a_site(tmp_path: Path, spec: JobSpec = SPEC) -> Site:
     job = JobDir(tmp_path / "job")
     job.create()
     children = Children(job.state)
+    store, keys = TypedStore(EmbeddedStore.open(None)), Keys("small")
     return Site(
         node=NodeId("n0"),
         spec=spec,
         job=job,
         base=tmp_path,
         model_dir=tmp_path,
-        keys=Keys("small"),
-        store=TypedStore(EmbeddedStore.open(None)),
+        keys=keys,
+        store=store,
         children=children,
         tracing=Tracing("test"),
         secret=job.secret(),
@@ -80,14 +88,50 @@ def a_site(tmp_path: Path, spec: JobSpec = SPEC) -> Site:
         launcher=Launcher(children, job.state, profile("scripted"), Settings(), UNCONFINED),
         hidden=(),
         active_before_s=0.0,
+        cells=CELLS,
+        directory=Directory(store, keys),
     )
 
 
 async def first_records(site: Site) -> None:
-    """The job's record and snapshot 0."""
+    """The job's record, snapshot 0, and the one node with its cells, which leads and has the core."""
+    node, keys = site.node, site.keys
     job = JobRecord("small", site.spec.to_json(), JobState.RUNNING, "", 0, 0, None, None, 0.0, 0.0)
-    puts = (put_record(site.keys.job, job), put_record(site.keys.snapshot, SnapshotRecord(0, "digest-0", "v0")))
+    puts = (
+        put_record(keys.job, job),
+        put_record(keys.snapshot, SnapshotRecord(0, "digest-0", node)),
+        put_record(keys.node(node), NodeRecord(node, "", "", 4)),
+        *(put_record(keys.cell_spec(cell), CellSpecRecord(cell, node, 4)) for cell in CELLS),
+        put_record(keys.core, CoreRecord(CELLS[0], node)),
+    )
     await site.store.commit(Txn(puts=puts))
+
+
+async def lead(site: Site) -> int:
+    """Have this node lead; its token."""
+    lease = await site.store.store.lease(600.0)
+    result = await site.store.commit(campaign_txn(site.keys, LeaderRecord(site.node, ""), lease.id))
+    token = elected(result, lease.id)
+    assert token is not None
+    return token
+
+
+class Follower(Actor):
+    """Keeps the site's directory true, and does nothing else of a membership actor."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    async def pre_start(self) -> None:
+        directory = self._site.directory
+        for mirror in directory.mirrors:
+            self.task(mirror.follow(directory.changed))
+
+
+async def follow(site: Site, system: ActorSystem) -> None:
+    """Have the directory known from now on."""
+    site.refs["member"] = system.spawn("member", lambda: Follower(site))
+    await until(lambda: site.directory.listed)
 
 
 async def settle_group(site: Site, index: int, rewards: tuple[float | None, ...] = (0.0, 1.0)) -> GroupId:

@@ -33,10 +33,10 @@ from gyre.children import ExitStatus
 from gyre.errors import GyreError, Unavailable
 from gyre.ids import CellId
 from gyre.store.protocol import Compare, Txn
-from gyre.store.records import CellRoleRecord, Role, SwitchRecord
+from gyre.store.records import CellRoleRecord, NodeRecord, Role, SwitchRecord
 from gyre.store.typed import put_record
 
-from .stand_ins import a_site, first_records, until
+from .stand_ins import a_site, first_records, follow, until
 
 CELL = CellId("c0")
 DEADLINE_S = 20.0
@@ -98,6 +98,9 @@ class Processes:
         self.replica: Process | None = None
         self.engine_url = ""
         self.replica_ref = None
+
+    def say_ended(self, child: Process, status: ExitStatus) -> None:
+        return
 
     async def close(self) -> None:
         return
@@ -180,7 +183,7 @@ class Others(Actor):
     async def claim(self, message: ClaimMicroStep) -> Claim:
         if "claim" not in self._machine.done[-1:]:
             await self._machine.do("claim")
-        return Claim(None)
+        return Claim(None, {})
 
     @handles(GiveBack)
     async def give_back(self, _: GiveBack) -> Ok:
@@ -251,6 +254,7 @@ async def a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr("gyre.actors.cell.CellProcesses", type("Processes", (Processes,), {"machine": machine}))
     await first_records(site)
     async with ActorSystem.running("test") as system:
+        await follow(site, system)
         for name in ("gateway", "core", "scheduler"):
             site.refs[name] = system.spawn(name, lambda: Others(machine))
         site.refs["cell-c0"] = system.spawn("cell-c0", lambda: CellActor(site, CELL), restart=Backoff(initial_s=0.01))
@@ -284,15 +288,24 @@ async def test_a_switch_there_and_back_and_its_record(tmp_path: Path, monkeypatc
         assert (back.start, back.end, back.reason) == (Role.TRAIN, Role.ROLLOUT, "")
 
 
+async def test_a_gateway_that_has_joined_anew_is_told_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        await bench.site.store.put(bench.site.keys.node(bench.site.node), NodeRecord(bench.site.node, "", "again", 4))
+        await bench.until("open 0")
+
+
 async def test_a_new_version_in_either_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cell(tmp_path, monkeypatch) as bench:
         await bench.in_rollout()
-        bench.site.cell(CELL).tell(Authority(1, "v1"))
+        bench.site.cell(CELL).tell(Authority(1))
         await bench.until("close", "drain", "load weights 1", "open 1")
         await bench.order(Role.TRAIN)
         await bench.in_train(1)
         bench.machine.done.clear()
-        bench.site.cell(CELL).tell(Authority(2, "v2"))
+        bench.site.cell(CELL).tell(Authority(2))
         await bench.until_role(lambda found: found.observed is Role.TRAIN and found.version == 2)
         assert [what for what in bench.machine.done if what != "claim"] == [
             "core leaves",
@@ -372,7 +385,7 @@ async def test_an_actor_that_fails_in_a_stage_comes_back_and_gets_there(
         await bench.status()
         bench.machine.hold.clear()
         bench.machine.done.clear()
-        bench.site.cell(CELL).tell(Authority("a fault of ours", ""))  # type: ignore[arg-type]
+        bench.site.cell(CELL).tell(Authority("a fault of ours"))  # type: ignore[arg-type]
         await bench.in_train()
         await until(lambda: "claim" in bench.machine.done)
         assert bench.machine.replica is not None

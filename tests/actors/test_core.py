@@ -11,7 +11,6 @@ from pathlib import Path
 
 from gyre.actors.core import CoreActor
 from gyre.actors.messages import (
-    Authority,
     Claim,
     ClaimMicroStep,
     CoreLeaving,
@@ -41,7 +40,7 @@ from gyre.store.election import campaign_txn, elected
 from gyre.store.protocol import Delete, Txn
 from gyre.store.records import GroupRecord, GroupState, LeaderRecord, SnapshotRecord, StepRecord
 
-from .stand_ins import DEADLINE_S, CoreReplica, a_site, first_records, settle_group, until
+from .stand_ins import DEADLINE_S, CoreReplica, a_site, first_records, follow, settle_group, until
 
 CORE, SATELLITE = CellId("c0"), CellId("c1")
 
@@ -64,10 +63,6 @@ class Others(Actor):
 
     @handles(JobFailed)
     async def failed(self, message: JobFailed) -> None:
-        self._told.append(message)
-
-    @handles(Authority)
-    async def authority(self, message: Authority) -> None:
         self._told.append(message)
 
     @handles(CoreLost)
@@ -116,7 +111,7 @@ class Bench:
                 await asyncio.sleep(0.01)
 
     async def until_step(self, count: int) -> list[StepRecord]:
-        await until(lambda: any(isinstance(m, Authority) and m.version == count for m in self.told))
+        await self.until_progress(lambda now: now.step == count + 1)
         steps = await self.steps()
         assert len(steps) == count
         return steps
@@ -134,14 +129,17 @@ async def a_bench(tmp_path: Path) -> AsyncIterator[Bench]:
         told: list[object] = []
         for name in ("scheduler", "gateway", "cell-c0", "cell-c1"):
             site.refs[name] = system.spawn(name, lambda: Others(site, token, told))
+        await follow(site, system)
+        office = site.directory.core
+        assert office is not None
         served = system.spawn("replica", lambda: replica)
         async with serve(served, site.child_address("replica-c0"), site.secret):
-            site.refs["core"] = system.spawn("core", lambda: CoreActor(site), restart=Backoff(initial_s=0.01))
+            site.refs["core"] = system.spawn("core", lambda: CoreActor(site, office), restart=Backoff(initial_s=0.01))
             await until(lambda: told)  # a core actor that begins has the replica begin anew with it
             told.clear()
-            yield Bench(site, site.core, replica, told)
+            yield Bench(site, site.refs["core"], replica, told)
             for name in ("core", "replica"):
-                await (site.core if name == "core" else served).stop()
+                await (site.refs["core"] if name == "core" else served).stop()
     await site.store.store.close()
 
 

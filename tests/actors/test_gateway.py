@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from gyre.actors.messages import (
     EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
-    GetRoute,
     JobFailed,
     Ok,
     OpenRun,
@@ -42,7 +41,7 @@ from gyre.proxy.journal_writer import look_at_journal
 from gyre.proxy.replication import JournalReplica
 from gyre.trajectory.records import RunTrace
 
-from .stand_ins import DEADLINE_S, SPEC, a_site, first_records, until
+from .stand_ins import DEADLINE_S, SPEC, a_site, first_records, follow, lead, until
 
 RUN = OpenRun(RunId("r1"), GroupId("g1"), 1, "a-key", "scripted", 1.0, 16)
 ROUTE = EngineRoute(CellId("c0"), "http://127.0.0.1:9", 0, accepting=False, slots=4)
@@ -57,26 +56,9 @@ class Scheduler(Actor):
         self._told.append(message)
 
 
-class Cell(Actor):
-    """One that has told its route long ago. It has just begun to start its engine when it is asked first."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    @handles(GetRoute)
-    async def route(self, _: GetRoute) -> EngineRoute:
-        self._asked += 1
-        if self._asked == 1:
-            raise Refused("no engine yet")
-        return ROUTE
-
-
 @asynccontextmanager
 async def a_gateway(
-    tmp_path: Path,
-    server: ServerSection | None = None,
-    journal: JournalSection | None = None,
-    cell: Callable[[], Actor] | None = None,
+    tmp_path: Path, server: ServerSection | None = None, journal: JournalSection | None = None
 ) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
     sections = {"server": server or SPEC.server, "journal": journal or SPEC.journal}
     site = a_site(tmp_path, SPEC.model_copy(update=sections))
@@ -85,9 +67,9 @@ async def a_gateway(
     failed: list[JobFailed] = []
     try:
         async with ActorSystem.running("test") as system:
+            await lead(site)
+            await follow(site, system)
             site.refs["scheduler"] = system.spawn("scheduler", lambda: Scheduler(failed))
-            if cell is not None:
-                site.refs["cell-c0"] = system.spawn("cell-c0", cell)
             restart = Backoff(initial_s=0.01)
             site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
             yield site, failed
@@ -142,17 +124,6 @@ async def test_the_process_dies_and_the_actor_fails_and_nothing_is_forgotten(tmp
         await killed(site, kept)
         assert (await until_known(site)).base_url == before.base_url
         assert failed == []
-
-
-async def test_a_cell_that_lived_before_the_gateways_actor_did_is_asked_for_its_route(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gyre.actors.gateway.HEAR_S", 0.02)
-    async with a_gateway(tmp_path, cell=Cell) as (site, _):
-        async with asyncio.timeout(DEADLINE_S):
-            while (await status(site)).in_flight != {"c0": 0}:  # noqa: ASYNC110 - it is in another process
-                await asyncio.sleep(0.02)
-        assert site.routes == {"c0": ROUTE}
 
 
 async def test_an_order_to_drain_a_cell_that_has_opened_again_is_refused(tmp_path: Path) -> None:

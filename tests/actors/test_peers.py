@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from gyre import pki
 from gyre.actors import handshake
-from gyre.actors.credentials import Credentials
 from gyre.actors.inspection import ActorList, ListActors
 from gyre.actors.peers import Peers, keeps_own
 from gyre.actors.pipe import HANDSHAKE_S
 from gyre.actors.runtime import Actor, ActorSystem, Died, LocalRef, handles
+from gyre.credentials import Credentials
 from gyre.errors import BadInput, Refused, Unavailable
 
 from .peer_actor import Echo, Gate, Keep, Kept, Peer, Wait
@@ -402,7 +402,7 @@ _NODE_PROGRAM = textwrap.dedent(
     import asyncio, sys
     from pathlib import Path
     from gyre.actors import handshake
-    from gyre.actors.credentials import Credentials
+    from gyre.credentials import Credentials
     from gyre.actors.peers import Peers
     from gyre.actors.runtime import ActorSystem
     from tests.actors.peer_actor import Gate, Peer

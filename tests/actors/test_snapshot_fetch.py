@@ -17,12 +17,12 @@ import pytest
 
 from gyre import pki
 from gyre.actors import snapshot_fetch
-from gyre.actors.credentials import Credentials
 from gyre.actors.messages_snapshots import Chunk, GetChunk, GetHeld, GetManifest, Held, SnapshotManifest
 from gyre.actors.peers import Peers
 from gyre.actors.runtime import ActorSystem, LocalRef, Ref, handles
 from gyre.actors.snapshot_fetch import fetch
 from gyre.actors.snapshot_service import Snapshots, SnapshotService
+from gyre.credentials import Credentials
 from gyre.errors import Refused, Unavailable
 from gyre.train.gathering import find_gathering
 from gyre.train.snapshot import read_manifest, snapshot_path, verify, write_snapshot

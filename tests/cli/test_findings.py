@@ -57,6 +57,31 @@ def test_a_gyred_of_another_version_is_a_fault_that_names_both() -> None:
     assert (found.state, found.found) == (State.FAULT, "gyred has gyre 0.1.0, here 0.2.0")
 
 
+def test_a_peer_that_does_not_answer_or_has_another_version_is_a_fault() -> None:
+    ours = (("gyre", "0.2.0"), ("Python", "3.11.9"))
+    told = {"b": ours, "c": "tls:10.0.0.3:7400 does not answer", "a": (("gyre", "0.1.0"), ("Python", "3.11.9"))}
+    a, b, c = findings.peers(ours, told)
+    assert (a.state, a.found) == (State.FAULT, "a has gyre 0.1.0, here 0.2.0")
+    assert (b.state, b.mend) == (State.OK, "")
+    assert (c.state, c.found) == (State.FAULT, "c: tls:10.0.0.3:7400 does not answer")
+
+
+def test_an_alarm_of_etcd_is_a_fault() -> None:
+    assert findings.quota("10.0.0.1:2379", []) is None
+    full = findings.quota("10.0.0.1:2379", ["NOSPACE"])
+    assert full is not None
+    assert (full.state, "NOSPACE" in full.found, "defragment" in full.mend) == (State.FAULT, True, True)
+
+
+def test_checkpoints_of_a_cluster_are_where_the_next_core_finds_them() -> None:
+    assert findings.checkpoints(None, 1, there=False) is None
+    own = findings.checkpoints(None, 2, there=False)
+    assert own is not None
+    assert own.state is State.WARNING
+    states = [findings.checkpoints(HERE, 2, there=there) for there in (False, True)]
+    assert [each.state for each in states if each] == [State.FAULT, State.OK]
+
+
 def test_without_a_job_the_machine_is_looked_at_and_an_expired_certificate_is_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def test_what_the_job_is_at_is_read_for_people_and_programs(job: Job) -> None:
     assert cell(job, "c0")["core"]
     assert not cell(job, "c1")["core"]
     (node,) = read(job, "node", "list")
-    assert (node["node"], node["running"], node["leads"], node["cells"]) == ("n0", True, True, ["c0", "c1"])
+    assert (node["node"], node["there"], node["leads"], node["cells"]) == ("n0", True, True, ["c0", "c1"])
     assert (node["live"], node["queued"] >= 1) == (MAX_LIVE, True)
     assert read(job, "leader", "show")["node"] == "n0"
     assert read(job, "snapshot", "show")["version"] == 0
@@ -174,7 +174,7 @@ def test_runs_that_are_cancelled_settle_as_no_evidence_and_are_not_started_again
             "outcome": "infra_failed",
             "reason": "cancelled",
         }
-        assert refused(job, "run", "cancel", run, "--yes") == f"{run} is not queued or live on this node"
+        assert refused(job, "run", "cancel", run, "--yes") == f"{run} is neither queued nor live"
     cancelled = {run.run: run for run in asyncio.run(job.books()).runs if run.reason == "cancelled"}
     assert {(run.attempt, run.reward) for run in cancelled.values()} == {(1, None)}
     assert not any(job.harnesses(run) for run in (queued, live))
@@ -226,7 +226,7 @@ def test_what_the_job_was_is_read_from_its_file_when_it_has_ended(job: Job) -> N
     assert [(row["step"], row["groups"]) for row in read(job, "step", "list")] == [(1, 2), (2, 2)]
     assert read(job, "group", "list", "--state", "open") == []
     (node,) = read(job, "node", "list")
-    assert (node["running"], node["leads"], node["live"], node["queued"]) == (False, False, 0, 0)
+    assert (node["there"], node["leads"], node["live"], node["queued"]) == (False, False, 0, 0)
     assert gyrectl(job, "leader", "show").exit_code == 1
 
 

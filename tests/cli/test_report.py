@@ -68,7 +68,7 @@ BOOKS = Books(
         switch(Role.TRAIN, Role.ROLLOUT, 106.0),
         switch(Role.ROLLOUT, Role.ROLLOUT, 109.0, desired=Role.TRAIN),
     ),
-    cells=(CellSpecRecord(CellId("c0"), NodeId("n0"), True, 4),),
+    cells=(CellSpecRecord(CellId("c0"), NodeId("n0"), 4),),
 )
 
 

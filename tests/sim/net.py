@@ -222,18 +222,6 @@ class Network:
         return self.loop.time() < self.repeated_until_s and self._rng.random() < 0.3
 
 
-class ActorElsewhere:
-    """An actor of another node, as a site has to show it to its own: what cannot be reached now is asked again.
-
-    The actors ask one another as if they were on one node, where nobody is ever out of reach.
-    """
-
-    def __init__(self, ref: SimRef) -> None:
-        self.name = ref.name
-        self.tell = ref.tell
-        self.ask = ref.patiently
-
-
 class SimRef:
     """A reference across the network. `find` says whom it leads to now; None: nobody listens there."""
 

@@ -116,10 +116,12 @@ class Replica(Served):
             raise Refused("there are no sums to ship")
         await self.world.stage("ship", self.cell)
         micro_steps = tuple(self.own)
-        if message.core:
+        if message.core is not None:
             sums = StageSums(message.transfer, "layout", self.version, micro_steps, b"")
             try:
-                await self.world.child_ref(self.child.process, self.machine.name, message.core).ask(sums, 60.0, Ok)
+                await self.world.child_ref(self.child.process, self.machine.name, message.core.address).ask(
+                    sums, 60.0, Ok
+                )
             except Unavailable as error:
                 raise Refused(f"the core's replica did not take the sums: {error}") from error
         else:

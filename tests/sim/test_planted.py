@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from gyre.actors import campaign as campaign_module
 from gyre.actors import core as core_module
 from gyre.actors import scheduler as scheduler_module
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
-from gyre.actors.gateway import GatewayActor
-from gyre.actors.messages import DrainEngine, Lead, RunEnded
+from gyre.actors.messages import ClusterChanged, DrainEngine, Lead, RunEnded
 from gyre.actors.node import NodeActor
-from gyre.ids import CellId
 from gyre.proxy.leftovers import Leftovers
 from gyre.sched import cell as role
 from gyre.store import election
@@ -56,7 +55,7 @@ def test_a_campaign_that_does_not_look_whether_somebody_leads(monkeypatch: pytes
     def over_all(keys: Keys, *args: Any) -> Txn:
         return without_compares(election.campaign_txn(keys, *args), [keys.leader])
 
-    monkeypatch.setattr(scheduler_module, "campaign_txn", over_all)
+    monkeypatch.setattr(campaign_module, "campaign_txn", over_all)
     assert "leads" in first_violation()
 
 
@@ -107,16 +106,16 @@ def test_an_engine_that_samples_on_for_a_gateway_of_which_it_hears_nothing(monke
     assert "is live on" in first_violation(*CUT_OFF)
 
 
-def test_a_gateway_that_does_not_ask_for_the_routes_that_died_with_its_gyred(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def asks_nobody(self: GatewayActor, cell: CellId) -> None: ...
+def test_a_cell_that_does_not_tell_of_its_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tells_nobody(self: CellActor, message: ClusterChanged) -> None: ...
 
-    monkeypatch.setattr(GatewayActor, "_hear_route", asks_nobody)
+    _replace_handler(monkeypatch, CellActor, ClusterChanged, tells_nobody)
     assert "the gateway has not known it" in first_violation(Fault(1.5, Kind.CRASH, "n0", 1.0))
 
 
 def test_a_runs_end_that_the_node_does_not_take_note_of(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ended(self: NodeActor, message: RunEnded) -> None:
-        self._runs.drop(self._site.keys.run(message.run))
+        self._runs.drop(self._site.keys.run(message.run), message.revision)
 
     _replace_handler(monkeypatch, NodeActor, RunEnded, ended)
     assert "nobody has seen to it" in first_violation()

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gyre.actors.campaign import LEASE_S
 from gyre.actors.messages import OptimizerStep
-from gyre.actors.scheduler import LEASE_S
 from gyre.ids import CellId, GroupId, MicroStepId, RunId
 from gyre.store import typed
 from gyre.store.protocol import Put, Txn, TxnResult
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from .world import World
 
 GRACE_S = 20.0
-ROUTED_S = 4.0
+ROUTED_S = 8.0
+"""A node that has lost its lease notices within a third of it, joins again, and is told."""
 
 
 class Violated(Exception):
     """An invariant does not hold."""
 
 
-_GROUP = {state: place for place, state in enumerate((GroupState.OPEN, GroupState.SETTLED, GroupState.CONSUMED))}
 _RUN = {state: place for place, state in enumerate((RunState.QUEUED, RunState.LIVE, RunState.SETTLED))}
 _PLACES: dict[str, tuple[type[Any], Callable[[Any], tuple[int, ...]]]] = {
-    "groups": (GroupRecord, lambda group: (_GROUP[group.state],)),
+    "groups": (GroupRecord, lambda group: (int(group.state is GroupState.CONSUMED),)),
     "runs": (RunRecord, lambda run: (run.attempt, _RUN[run.state])),
     "role": (CellRoleRecord, lambda order: (order.epoch, order.token)),
     "job": (JobRecord, lambda job: (int(job.state is not JobState.RUNNING), job.launched_groups, job.consumed_groups)),
@@ -233,7 +233,7 @@ class Watch:
         time_s, known = world.loop.time(), world.routed()
         for cell, order in world.role_records():
             serves = order.observed is Role.ROLLOUT and order.version == max(self._version, 0)
-            if not serves or cell in known or world.disturbed() or not world.serving():
+            if not serves or cell in known or world.finished or world.disturbed() or not world.serving():
                 self._unrouted_s.pop(cell, None)
             elif time_s - self._unrouted_s.setdefault(cell, time_s) > ROUTED_S:
                 self.violated(f"{cell} could serve, and the gateway has not known it for {ROUTED_S:g} s")

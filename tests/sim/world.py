@@ -31,12 +31,27 @@ from gyre.actors import claims, scheduler
 from gyre.actors import node as node_module
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
+from gyre.actors.daemon import STOP_S, first_snapshot, stop_people
+from gyre.actors.directory import Directory
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.mailbox import Broken
-from gyre.actors.messages import GetLineages, Lineages
-from gyre.actors.node import STOP_S, NodeActor, _first_snapshot
+from gyre.actors.membership import MembershipActor
+from gyre.actors.messages import (
+    Authority,
+    DrainEngine,
+    DrainReport,
+    GatewayStatus,
+    GetGatewayStatus,
+    GetLineages,
+    Lineages,
+    Ok,
+    Place,
+    RouteChanged,
+)
+from gyre.actors.messages_snapshots import HoldSnapshot
+from gyre.actors.node import NodeActor
 from gyre.actors.outside import Outside
-from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
+from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, Ref, handles
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
 from gyre.actors.supervision import Failure
@@ -63,6 +78,7 @@ from gyre.store import typed
 from gyre.store.protocol import KeyValue, Txn
 from gyre.store.records import CellRoleRecord, JobRecord, JobState, Keys, RunRecord, RunState
 from gyre.store.typed import TypedStore
+from gyre.train.snapshot import snapshot_path
 
 from . import faults as f
 from .engine import Engine, EngineClient
@@ -71,14 +87,15 @@ from .gateway import Gateway, Journal
 from .harness import Launcher
 from .loop import Process, SimLoop, Stuck
 from .machine import Child, Children, Machine, Served
-from .net import FAR_S, ActorElsewhere, Network, SimRef, Target
+from .net import FAR_S, Network, SimRef, Target
 from .replica import Replica
 from .runs import reward_of
-from .store import PLACE, Client, Server, SimLease, now
+from .store import PLACE, Client, Server, now
 from .watch import Watch
 
 MAIN = "n0"
-"""The node that has the core, the gateway and the runs."""
+"""The node that has the runs, and at first the core. The gateways of the others have no run."""
+NO_RUNS = HarnessSection(profile="scripted", max_live=1, attempts=8).model_copy(update={"max_live": 0})
 SETTLE_S = 400.0
 """From the last fault on, for the job to end."""
 STOP_ALL_S = 60.0
@@ -199,18 +216,71 @@ class SimSite(Site):
 
     world: World
     name: str
+    process: Process
     targets: dict[str, Target]
     """What leads here to this gyred's actors."""
+    held: Holder  # type: ignore[assignment]
 
     def say(self, line: str) -> None:
         self.world.say(self.name, line)
 
-    @property
-    def scheduler(self) -> Any:
-        return self.refs["leader"]
+    def _at(self, node: NodeId | None, actor: str) -> Ref | None:
+        if node is None or node == self.node:
+            return self.refs.get(actor) if node is not None else None
+        if self.directory.node(node) is None:
+            return None
+        return self.world.actor_ref(self, node, actor)
+
+    def place(self, node: NodeId, child: str) -> Place | None:
+        return Place(f"{node}/{child}", f"sim:{node}/{child}")
 
     def child_address(self, name: str) -> str:
-        return f"sim:{self.world.place_of(name)}/{name}"
+        return f"sim:{self.name}/{name}"
+
+
+class Holder:
+    """gyre.actors.held.HeldSnapshots: whatever is asked for comes."""
+
+    def __init__(self, world: World, job: JobDir) -> None:
+        self._world = world
+        self._job = job
+
+    async def hold(self, version: int) -> Path:
+        path = snapshot_path(self._job.snapshots, version)
+        if not path.is_dir():
+            await asyncio.sleep(self._world.rng.random() * 0.3)
+            path.mkdir(exist_ok=True)
+        return path
+
+    async def have(self, version: int, digest: str, first: NodeId) -> Path:
+        return await self.hold(version)
+
+
+class OtherNode(Actor):
+    """The gateway and the node actor of a node that has no runs."""
+
+    def __init__(self, site: SimSite) -> None:
+        self._site = site
+
+    @handles(RouteChanged)
+    async def route(self, _: RouteChanged) -> Ok:
+        return Ok()
+
+    @handles(DrainEngine)
+    async def drain(self, _: DrainEngine) -> DrainReport:
+        return DrainReport(0, 0, 0, 0.0, 0.0)
+
+    @handles(HoldSnapshot)
+    async def hold(self, message: HoldSnapshot) -> Ok:
+        await self._site.held.hold(message.version)
+        return Ok()
+
+    @handles(Authority)
+    async def authority(self, _: Authority) -> None: ...
+
+    @handles(GetGatewayStatus)
+    async def status(self, _: GetGatewayStatus) -> GatewayStatus:
+        return GatewayStatus("", 0, 0, 0, {}, 0, 0, 0.0, 0, {})
 
 
 @dataclass(eq=False)
@@ -241,16 +311,15 @@ class World:
         self.net = Network(self.loop, random.Random(f"net {seed}"))
         self.server = Server()
         self.watch = Watch(self)
-        self.job = JobDir(folder / "job")
+        self.folder = folder
         self.nodes = {name: Node(name, Machine(self, name, Journal(), made)) for name in self.layout.nodes}
         self.said: deque[str] = deque(maxlen=60)
         self._digest = hashlib.sha256()
         self._pids = 100
-        self._lease_places: dict[int, str] = {}
         self._stages: dict[str, deque[Fault]] = {}
         self._at_writes: list[Fault] = []
         self._disturbed_until_s = 0.0
-        self._finished = False
+        self.finished = False
         self._context = Process("faults").context
 
     # ------------------------------------------------------------------ the course of it
@@ -267,7 +336,7 @@ class World:
             self.watch.look()
             await asyncio.sleep(2.0)
         if not self.watch.first:
-            self._finished = True
+            self.finished = True
             await self._end()
             self.watch.look()
             self.watch.settled()
@@ -313,7 +382,7 @@ class World:
         node.lives += 1
         node.process = process = Process(f"gyred {name}.{node.lives}")
         node.ended = asyncio.Event()
-        if self._finished and name != MAIN:
+        if self.finished and name != MAIN:
             node.ended.set()
         node.gyred = self.loop.start(process, self._gyred(node, process), f"{name}")
 
@@ -336,10 +405,7 @@ class World:
                 await self._people(node, site, system)
                 await node.ended.wait()
                 site.stopping = True
-                names = [("node",), [f"cell-{cell}" for cell in site.cells], ("core", "scheduler"), ("gateway",)]
-                for group in names:
-                    here = [ref for name in group if isinstance(ref := site.refs.get(name), LocalRef)]
-                    await asyncio.gather(*(ref.stop(STOP_S) for ref in here))
+                await stop_people(site)
         except GyreError as error:
             self.say(node.name, f"gyred ends: {error}")
             self.watch.violated(f"gyred of {node.name} ends: {error}")
@@ -350,45 +416,39 @@ class World:
 
     async def _people(self, node: Node, site: SimSite, system: ActorSystem) -> None:
         restart = Backoff()
-        here = node.name == MAIN
-        site.refs["leader"] = self._ref(process_of(node), node.name, "leader", self._leader)
-        for name in ("core", "gateway"):
-            site.refs[name] = self._actor_ref(node, MAIN, name)
-        for cell, place in zip(site.cells, self.layout.cells, strict=True):
-            site.refs[f"cell-{cell}"] = self._actor_ref(node, place, f"cell-{cell}")
-        site.refs["scheduler"] = system.spawn("scheduler", lambda: SchedulerActor(site), restart=restart)
-        await _first_snapshot(site)
-        if here:
-            site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
-            site.refs["core"] = system.spawn("core", lambda: CoreActor(site), restart=restart)
-        for cell, place in zip(site.cells, self.layout.cells, strict=True):
-            if place == node.name:
-                site.refs[f"cell-{cell}"] = system.spawn(
-                    f"cell-{cell}", lambda cell=cell: CellActor(site, cell), restart=restart
-                )
-        if here:
-            site.refs["node"] = system.spawn("node", lambda: NodeActor(site, node.ended), restart=restart)
+
+        def spawn_core(factory: Callable[[], CoreActor]) -> LocalRef:
+            return system.spawn("core", factory, restart=restart)
+
+        def spawn(name: str, factory: Callable[[], Actor]) -> None:
+            site.refs[name] = system.spawn(name, factory, restart=restart)
+
+        spawn("member", lambda: MembershipActor(site, spawn_core))
+        spawn("scheduler", lambda: SchedulerActor(site))
+        await first_snapshot(site)
+        if node.name == MAIN:
+            spawn("gateway", lambda: GatewayActor(site))
+        else:
+            spawn("gateway", lambda: OtherNode(site))
+        for cell in site.cells:
+            spawn(f"cell-{cell}", lambda cell=cell: CellActor(site, cell))
+        if node.name == MAIN:
+            spawn("node", lambda: NodeActor(site, node.ended))
+        else:
+            spawn("node", lambda: OtherNode(site))
 
     def _site(self, node: Node, process: Process) -> SimSite:
         node.tracing = tracing = SimTracing(process)
         client = Client(self.server, self.net, self.rng, node.name, process, self.watch.written, self.at_write)
-        held = client.lease
-
-        async def lease(ttl_s: float) -> SimLease:
-            made = await held(ttl_s)
-            self._lease_places[made.id] = node.name
-            return made  # type: ignore[return-value]
-
-        client.lease = lease  # type: ignore[method-assign]
-        kv = now(self.server.get(self.keys.job))
+        kv, store = now(self.server.get(self.keys.job)), TypedStore(client)
         site = SimSite(
-            node=NodeId(MAIN),  # a leader anywhere launches runs for the node that has the gateway
-            spec=self.spec,
-            job=self.job,
-            base=self.job.root,
-            model_dir=self.job.root,
+            node=NodeId(node.name),
+            spec=self.spec if node.name == MAIN else self.spec.model_copy(update={"harness": NO_RUNS}),
+            job=self.job_of(node.name),
+            base=self.folder,
+            model_dir=self.folder,
             keys=self.keys,
-            store=TypedStore(client),
+            store=store,
             children=Children(node.machine),  # type: ignore[arg-type]
             tracing=tracing,  # type: ignore[arg-type]
             secret="secret",
@@ -397,9 +457,12 @@ class World:
             launcher=Launcher(node.machine),  # type: ignore[arg-type]
             hidden=(),
             active_before_s=typed.versioned(kv, JobRecord).record.active_s if kv else 0.0,
+            cells=self.cells_of(node.name),
+            directory=Directory(store, self.keys),
             outside=SimOutside(self, node, process),
         )
-        site.world, site.name, site.targets = self, node.name, {}
+        site.world, site.name, site.process, site.targets = self, node.name, process, {}
+        site.held = Holder(self, site.job)
         return site
 
     # ------------------------------------------------------------------ who is reached how
@@ -408,13 +471,17 @@ class World:
         kind, _, cell = child.partition("-")
         return self.layout.cells[int(cell[1:])] if kind in ("engine", "replica") else MAIN
 
+    def job_of(self, node: str) -> JobDir:
+        return JobDir(self.folder / node)
+
+    def cells_of(self, node: str) -> tuple[CellId, ...]:
+        return tuple(CellId(f"c{index}") for index, place in enumerate(self.layout.cells) if place == node)
+
     def _ref(self, source: Process, place: str, name: str, find: Any, *, repeats: bool = False) -> Any:
         return SimRef(self.net, source, place, name, find, repeats=repeats)
 
-    def _actor_ref(self, node: Node, place: str, name: str) -> Any:
-        return ActorElsewhere(
-            self._ref(process_of(node), node.name, f"{place}/{name}", lambda: self._actor(place, name))
-        )
+    def actor_ref(self, site: SimSite, node: NodeId, actor: str) -> Any:
+        return self._ref(site.process, site.name, f"{node}/{actor}", lambda: self._actor(node, actor))
 
     def _actor(self, place: str, name: str) -> Target | None:
         node = self.nodes[place]
@@ -428,10 +495,6 @@ class World:
             target = Target(place, node.process, lambda message, left_s: ref.ask(message, left_s, object), ref.tell)
             node.site.targets[name] = target
         return target
-
-    def _leader(self) -> Target | None:
-        kv = now(self.server.get(self.keys.leader))
-        return None if kv is None else self._actor(self._lease_places[kv.lease], "scheduler")
 
     def child_ref(self, source: Process, place: str, address: str) -> Any:
         where, name = address.removeprefix("sim:").split("/")[:2]
@@ -530,7 +593,7 @@ class World:
         """A fault that waits for such a write strikes. Whether the write is on its way."""
         for fault in self._at_writes:
             node, part = fault.where.split()
-            if node == place and any(part in put.key for put in txn.puts) and not self._finished:
+            if node == place and any(part in put.key for put in txn.puts) and not self.finished:
                 self._at_writes.remove(fault)
                 self._disturb(fault.for_s)
                 self.say("world", f"now: {fault}")
@@ -560,7 +623,7 @@ class World:
         return all(word in self.nodes for word in fault.where.split() if word in ("n0", "n1", "n2"))
 
     def _strike(self, fault: Fault) -> None:
-        if self._finished or not self._has(fault):
+        if self.finished or not self._has(fault):
             return
         loop, net, until_s = self.loop, self.net, self.loop.time() + fault.for_s
         self._disturb(fault.for_s)
@@ -655,7 +718,7 @@ def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Report:
     with _quietly():
         world = World(seed, events, folder)
         try:
-            _first_files(world.job)
+            _first_files(world)
             try:
                 world.loop.run(world.play(), QUIET_S + 3 * SETTLE_S)
             except Stuck as error:
@@ -713,11 +776,13 @@ def _quietly() -> Generator[None]:
                 setattr(module, name, s)
 
 
-def _first_files(job: JobDir) -> None:
-    for made in (job.root, job.state, job.logs, job.snapshots, job.runs):
-        made.mkdir(parents=True, exist_ok=True)
-    (job.root / "config.json").write_text("{}")
-    (job.root / "model.safetensors").write_bytes(b"weights")
+def _first_files(world: World) -> None:
+    for node in world.nodes:
+        job = world.job_of(node)
+        for made in (job.root, job.state, job.logs, job.snapshots, job.runs):
+            made.mkdir(parents=True, exist_ok=True)
+    (world.folder / "config.json").write_text("{}")
+    (world.folder / "model.safetensors").write_bytes(b"weights")
 
 
 def find_shortest(report: Report, tries: int = 60) -> Report:

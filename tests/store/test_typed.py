@@ -55,7 +55,7 @@ async def test_records_of_two_classes_under_one_prefix_are_told_apart_by_suffix(
             put
             for cell in cells[start : start + 50]
             for put in (
-                put_record(KEYS.cell_spec(cell), CellSpecRecord(cell, NodeId("n"), False, 4)),
+                put_record(KEYS.cell_spec(cell), CellSpecRecord(cell, NodeId("n"), 4)),
                 put_record(KEYS.cell_role(cell), role),
             )
         ]

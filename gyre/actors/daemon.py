@@ -1,0 +1,307 @@
+"""What gyred runs: one node of a job, from the first actor to the last child; in a cluster, one job after the other.
+
+A gyred that is told to end (StopJob, SIGTERM, the job's end) ends all of its children; at SIGTERM, one among others first
+has them take its queued runs. One that dies leaves its children, and the next one's actors adopt them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+import signal
+from collections.abc import Generator
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from pathlib import Path
+
+from gyre.actors.cell import CellActor
+from gyre.actors.directory import Directory
+from gyre.actors.gateway import GatewayActor
+from gyre.actors.membership import MembershipActor
+from gyre.actors.messages import Leave, Ok
+from gyre.actors.node import NodeActor
+from gyre.actors.node_config import NodeConfig
+from gyre.actors.peers import Peers
+from gyre.actors.remote import serve
+from gyre.actors.run import end_left_runs
+from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
+from gyre.actors.scheduler import SchedulerActor
+from gyre.actors.site import Site
+from gyre.actors.snapshot_service import SnapshotService
+from gyre.children import Children, start_ticks
+from gyre.config import JobSpec
+from gyre.demo.builtin import model_dir
+from gyre.errors import GyreError, Unavailable
+from gyre.harness.confine import choose
+from gyre.harness.launch import Launcher
+from gyre.harness.profiles import Settings, profile
+from gyre.harness.tasks import open_source
+from gyre.ids import CellId
+from gyre.jobdir import JobDir
+from gyre.service import Service
+from gyre.store.open import cluster_of, keys_for, open_store
+from gyre.store.protocol import Compare, StoreLocked, Txn
+from gyre.store.records import (
+    CurrentJobRecord,
+    JobRecord,
+    JobState,
+    SecretRecord,
+    SnapshotRecord,
+    current_key,
+    secret_key,
+)
+from gyre.store.typed import TypedStore, put_record
+from gyre.telemetry.tracing import Tracing
+from gyre.train.whole_folder import clear_unfinished
+
+STOP_S = 2.0
+"""For an actor to end what it is at; then it is cancelled, for it may wait for somebody who does not answer."""
+STOP_ALL_S = 15.0
+END_GRACE_S = 5.0
+LEAVE_S = 5.0
+"""For others to take the queued runs of a node that was told to end; then it ends all the same."""
+
+
+class Told:
+    """Whether gyred was told to end by a signal, whatever it is at."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ended.set)
+
+
+async def run_node(config: NodeConfig, service: Service) -> None:
+    """Run the node until it is told to end; a lone one until its job has ended."""
+    told = Told()
+    life = asyncio.ensure_future(service.show_life())
+    try:
+        await _run_jobs(config, told, service)
+    finally:
+        life.cancel()
+
+
+async def _run_jobs(config: NodeConfig, told: Told, service: Service) -> None:
+    if config.membership is None:
+        config.job.create()
+        spec = JobSpec.from_json(config.job.job_file.read_text(encoding="utf-8"))
+        await _run_job(config, config.job, spec, told, service)
+        return
+    config.job.root.mkdir(parents=True, exist_ok=True)
+    cluster = cluster_of(config.store)
+    assert cluster is not None
+    with _alone(config.job.root):
+        done = ""
+        while not told.ended.is_set():
+            current = await _next_job(config.store, cluster, done, told, service)
+            if current is not None:
+                job = JobDir(config.job.root / "jobs" / current.name)
+                await _make_ready(config, job, current, cluster)
+                await _run_job(config, job, JobSpec.from_json(current.spec), told, service)
+                done = current.name
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Hold the node's folder. Raises StoreLocked when another gyred does."""
+    with (folder / "gyred.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreLocked(f"another gyred runs the node whose folder is {folder}") from None
+        yield
+
+
+async def _next_job(store_url: str, cluster: str, done: str, told: Told, service: Service) -> CurrentJobRecord | None:
+    """The cluster's job, as soon as there is one that has not ended; None when gyred is told to end before."""
+    store = TypedStore(open_store(store_url))
+    key = current_key(cluster)
+
+    async def wait() -> CurrentJobRecord:
+        while True:
+            listing = await store.range(key, CurrentJobRecord)
+            for item in listing.items:
+                found = await store.get(keys_for(store_url, item.record.name).job, JobRecord)
+                over = found is not None and found.record.state in (JobState.FINISHED, JobState.FAILED)
+                if item.record.name != done and not over:
+                    return item.record
+            service.ready("waits for a job")
+            async with aclosing(store.watch(key, CurrentJobRecord, listing.revision + 1)) as changes:
+                async for _ in changes:
+                    break
+
+    waiting, ending = asyncio.ensure_future(wait()), asyncio.ensure_future(told.ended.wait())
+    try:
+        await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else None
+    finally:
+        for task in (waiting, ending):
+            task.cancel()
+        await asyncio.gather(waiting, ending, return_exceptions=True)
+        await store.store.close()
+
+
+async def _make_ready(config: NodeConfig, job: JobDir, current: CurrentJobRecord, cluster: str) -> None:
+    """The job's folder on this node, with the secret that the cluster's processes share."""
+    job.create()
+    job.job_file.write_text(current.spec, encoding="utf-8")
+    lines = (f"{key} = {json.dumps(value)}" for key, value in config.to_plain(job).items())
+    job.node_file.write_text("\n".join(("[node]", *lines, "")), encoding="utf-8")
+    store = TypedStore(open_store(config.store))
+    try:
+        key = secret_key(cluster)
+        made = put_record(key, SecretRecord(secrets.token_hex(32)))
+        await store.commit(Txn((Compare.created(key, 0),), (made,)))
+        found = await store.get(key, SecretRecord)
+        assert found is not None
+        job.keep_secret(found.record.secret)
+    finally:
+        await store.store.close()
+
+
+async def _run_job(config: NodeConfig, job: JobDir, spec: JobSpec, told: Told, service: Service) -> None:
+    """Until the job has ended, or gyred is told to end."""
+    store = open_store(config.store)
+    tracing = Tracing("gyred", spec.telemetry.otlp_endpoint)
+    own = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    job.gyred_file.write_text(json.dumps(own), encoding="utf-8")  # the store's lock is ours, so it is true
+    try:
+        site = await _site(config, job, spec, TypedStore(store), tracing)
+        ended = asyncio.Event()
+        signalled = asyncio.ensure_future(_end_when_told(site, told, ended, service))
+        if not any(name.startswith("replica") and child.alive for name, child in site.children.adopt().items()):
+            clear_unfinished(job.snapshots)
+        try:
+            async with (
+                asyncio.timeout(None) as limit,
+                ActorSystem.running(config.name, stop_s=STOP_S) as system,
+                AsyncExitStack() as stack,
+            ):
+                if site.peers is not None:
+                    await stack.enter_async_context(site.peers)
+                await _people(site, system, ended)
+                async with serve(site.refs["node"], job.address("node"), site.secret):
+                    service.ready(f"works on {spec.job.name}")
+                    await ended.wait()
+                limit.reschedule(asyncio.get_running_loop().time() + STOP_ALL_S)
+                await stop_people(site)
+        except TimeoutError:
+            site.say(f"not every actor has stopped within {STOP_ALL_S:g} s; the children are ended all the same")
+        finally:
+            signalled.cancel()
+        await site.launcher.stop()
+        await end_left_runs(job.runs)
+        await site.children.end_all(END_GRACE_S)
+        await end_left_runs(job.runs)  # those that were just being started
+        job.gyred_file.unlink(missing_ok=True)
+    finally:
+        tracing.close()
+        await store.close()
+
+
+async def _end_when_told(site: Site, told: Told, ended: asyncio.Event, service: Service) -> None:
+    await told.ended.wait()
+    service.stopping("ends what it has at hand")
+    if not site.stopping:
+        site.say("ending: gyred was sent a signal to end")
+        await _leave(site)
+    site.stopping = True
+    ended.set()
+
+
+async def _leave(site: Site) -> None:
+    """Have others take the runs that wait here: they need not wait until we are gone."""
+    if not any(node != site.node for node in site.directory.nodes):
+        return
+    try:
+        async with asyncio.timeout(LEAVE_S):
+            for name in ("member", "node"):
+                await site.refs[name].ask(Leave(), LEAVE_S, Ok)
+    except (TimeoutError, GyreError, KeyError) as error:  # KeyError: it was just beginning
+        site.say(f"nobody has taken the runs that wait here; they are taken when we are gone ({error!r})")
+
+
+async def _site(config: NodeConfig, job: JobDir, spec: JobSpec, store: TypedStore, tracing: Tracing) -> Site:
+    keys = keys_for(config.store, spec.job.name)
+    children = Children(job.state)
+    source = open_source(spec.tasks, spec.job.seed, config.base)
+    sandbox = choose(spec.harness.confine)
+    settings = Settings.of(spec, config.base)
+    hidden = (job.root, job.sockets, *source.private_folders)
+    before = await store.get(keys.job, JobRecord)
+    membership = config.membership
+    site = Site(
+        node=config.name,
+        spec=spec,
+        job=job,
+        base=config.base,
+        model_dir=model_dir(spec.model.path, config.base),
+        keys=keys,
+        store=store,
+        children=children,
+        tracing=tracing,
+        secret=job.secret(),
+        source=source,
+        sandbox=sandbox,
+        hidden=hidden,
+        launcher=Launcher(children, job.state, profile(spec.harness.profile), settings, sandbox, hidden),
+        active_before_s=before.record.active_s if before else 0.0,
+        cells=_cells(config, spec),
+        directory=Directory(store, keys),
+    )
+    if membership is not None:
+        site.host, site.credentials = membership.host, membership.credentials
+
+        def find(actor: str) -> LocalRef:
+            ref = site.refs.get(actor)
+            if ref is None:
+                raise Unavailable(f"{actor!r} is not on {site.node} just now")
+            return ref
+
+        site.peers = Peers(config.name, membership.credentials, find, membership.address)
+    return site
+
+
+def _cells(config: NodeConfig, spec: JobSpec) -> tuple[CellId, ...]:
+    if config.membership is None:
+        return tuple(CellId(f"c{index}") for index in range(spec.cells.count))
+    return tuple(CellId(f"{config.name}-c{index}") for index in range(config.membership.cells))
+
+
+async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None:
+    """Spawn the node's actors. Membership and scheduler come first: a leader makes the first snapshot, which the others
+    start from."""
+    restart = Backoff()
+
+    def spawn_core(factory: object) -> LocalRef:
+        return system.spawn("core", factory, restart=restart)  # type: ignore[arg-type]
+
+    site.refs["member"] = system.spawn("member", lambda: MembershipActor(site, spawn_core), restart=restart)
+    site.refs["snapshots"] = system.spawn("snapshots", lambda: SnapshotService(site.snapshots), restart=restart)
+    site.refs["scheduler"] = system.spawn("scheduler", lambda: SchedulerActor(site), restart=restart)
+    await first_snapshot(site)
+    site.refs["gateway"] = system.spawn("gateway", lambda: GatewayActor(site), restart=restart)
+    for cell in site.cells:
+        site.refs[f"cell-{cell}"] = system.spawn(
+            f"cell-{cell}", lambda cell=cell: CellActor(site, cell), restart=restart
+        )
+    site.refs["node"] = system.spawn("node", lambda: NodeActor(site, ended), restart=restart)
+
+
+async def first_snapshot(site: Site) -> None:
+    """Until there is one."""
+    listing = await site.store.range(site.keys.snapshot, SnapshotRecord)
+    if not listing.items:
+        async with aclosing(site.store.watch(site.keys.snapshot, SnapshotRecord, listing.revision + 1)) as changes:
+            async for change in changes:
+                if change.now is not None:
+                    return
+
+
+async def stop_people(site: Site) -> None:
+    """In the order in which nobody waits for one that has gone."""
+    cells = [f"cell-{cell}" for cell in site.cells]
+    for names in (("node",), cells, ("core", "scheduler"), ("gateway",), ("snapshots", "member")):
+        await asyncio.gather(*(site.refs[name].stop(STOP_S) for name in names if name in site.refs))

@@ -1,0 +1,118 @@
+"""Runs go where there is room, once; what a node that is gone had is done again; the core's office changes hands only then."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.ids import CellId, GroupId, NodeId, RunId, TaskId
+from gyre.sched.placement import NOWHERE, Absence, Room, choose_core, lost_with, placed
+from gyre.store.records import CellSpecRecord, GroupRecord, GroupState, Purpose, Role, RunRecord, RunState
+from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+NODES = (A, B, C)
+
+
+def run(number: int, state: RunState, node: NodeId, attempt: int = 1) -> RunRecord:
+    return RunRecord(RunId(f"r{number}"), GroupId("g"), state, attempt, node, None, None, "", None, 0.0, 0.0)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[list[RunRecord], list[Room], set[NodeId]]:
+    there = draw(st.sets(st.sampled_from(NODES)))
+    rooms = [Room(node, draw(st.integers(1, 4)), draw(st.booleans())) for node in sorted(there)]
+    runs: list[RunRecord] = []
+    for number in range(draw(st.integers(0, 12))):
+        state = draw(st.sampled_from(RunState))
+        where = NODES if state is not RunState.QUEUED else (*NODES, NOWHERE)
+        runs.append(run(number, state, draw(st.sampled_from(where))))
+    gone = draw(st.sets(st.sampled_from([node for node in NODES if node not in there] or [NodeId("d")])))
+    return runs, rooms, gone
+
+
+@given(clusters())
+def test_what_is_placed_stays_within_the_places_and_nothing_else_moves(
+    cluster: tuple[list[RunRecord], list[Room], set[NodeId]],
+) -> None:
+    runs, rooms, gone = cluster
+    before = {each.run: each for each in runs}
+    changed = placed(runs, rooms, gone)
+    assert len({each.run for each in changed}) == len(changed)
+    after = {**before, **{each.run: each for each in changed}}
+    takers = {room.node: room for room in rooms if not room.draining}
+    draining = {room.node for room in rooms if room.draining}
+    open_ = [each for each in after.values() if each.state is not RunState.SETTLED]
+    given_now = Counter(each.node for each in changed)
+    for each in changed:
+        was = before[each.run]
+        assert was.state is not RunState.SETTLED
+        assert each.state is RunState.QUEUED
+        assert each.node == NOWHERE or each.node in takers
+        if was.state is RunState.LIVE:
+            assert was.node in gone, "a live run only leaves a node that is gone"
+            assert each.attempt == was.attempt + 1
+        else:
+            assert each.attempt == was.attempt
+    for node in gone:
+        assert all(each.node != node for each in open_)
+    for node in draining:
+        assert all(each.node != node for each in open_ if each.state is RunState.QUEUED)
+    if len(takers) > 1:
+        held = Counter(each.node for each in open_)
+        for node, room in takers.items():
+            assert held[node] <= room.max_live or not given_now[node]
+        if any(each.node == NOWHERE for each in open_):
+            assert all(held[node] >= room.max_live for node, room in takers.items())
+    elif takers:
+        assert all(each.node != NOWHERE for each in open_)
+    again = placed([after[each.run] for each in runs], rooms, gone)
+    assert again == [], "what is placed stays where it is"
+
+
+def test_what_waits_on_a_lone_node_is_shared_with_one_that_joins() -> None:
+    runs = [run(0, RunState.LIVE, A), *(run(number, RunState.QUEUED, A) for number in range(1, 5))]
+    assert placed(runs, [Room(A, 2, draining=False)], ()) == []
+    changed = placed(runs, [Room(A, 2, draining=False), Room(B, 2, draining=False)], ())
+    assert {each.run: each.node for each in changed} == {"r2": B, "r3": B, "r4": NOWHERE}
+
+
+def test_a_node_is_gone_when_it_was_away_for_the_grace() -> None:
+    absence = Absence(5.0)
+    assert absence.look(0.0, {A, B, NOWHERE}, {A}) == frozenset()
+    assert absence.look(4.9, {A, B}, {A}) == frozenset()
+    assert absence.look(5.0, {A, B}, {A}) == {B}
+    assert absence.look(6.0, {A, B}, {A, B}) == frozenset(), "it is back"
+    assert absence.look(7.0, {A, B}, {A}) == frozenset(), "and its time away begins anew"
+    absence.begin()
+    assert absence.look(100.0, {A, B}, {A}) == frozenset(), "another term has seen nothing yet"
+
+
+def test_tokens_that_are_gone_with_their_node_are_sampled_again() -> None:
+    info = LineageInfo(0, LineageRole.MAIN, 40, 10, 0)
+    trace = RunTrace(RunId("r0"), 1, 3, 30, 30, 0, (info,), 0, 0, 0, 0.0, "")
+    settled = RunRecord(RunId("r0"), GroupId("g"), RunState.SETTLED, 1, A, Outcome.FINISHED, 1.0, "", trace, 1.0, 2.0)
+    elsewhere = RunRecord(RunId("r1"), GroupId("g"), RunState.SETTLED, 1, B, Outcome.FINISHED, 0.5, "", trace, 1.0, 2.0)
+    runs = {settled.run: settled, elsewhere.run: elsewhere}
+    group = GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, tuple(runs), GroupState.SETTLED, 0, 0)
+    ((reopened, again),) = lost_with({A}, [group], runs)
+    assert reopened.state is GroupState.OPEN
+    assert [(each.run, each.attempt, each.state, each.reward) for each in again] == [("r0", 2, RunState.QUEUED, None)]
+    assert lost_with(set(), [group], runs) == []
+    for over in (
+        GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, tuple(runs), GroupState.CONSUMED, 0, 1),
+        GroupRecord(GroupId("g"), TaskId("t"), Purpose.HELDOUT_AFTER, 0, tuple(runs), GroupState.SETTLED, 0, 0),
+    ):
+        assert lost_with({A}, [over], runs) == []
+
+
+def test_the_core_stays_where_it_is_unless_its_node_is_gone() -> None:
+    specs = [CellSpecRecord(CellId(f"{node}-c0"), node, 4) for node in NODES]
+    roles = {CellId("b-c0"): Role.ROLLOUT, CellId("c-c0"): Role.TRAIN}
+    assert choose_core(CellId("a-c0"), specs[1:], (), A, roles) is None, "it may come back"
+    assert choose_core(CellId("a-c0"), specs[1:], {A}, A, roles) == specs[2], "the one that trains"
+    assert choose_core(None, specs, (), None, {}) == specs[0]
+    assert choose_core(CellId("a-c0"), specs[1:2], {A}, A, {CellId("b-c0"): Role.FAILED}) is None
+    assert choose_core(None, [], (), None, {}) is None
