@@ -21,20 +21,22 @@ async def copied(site: Site, version: int, digest: str) -> None:
     """Until another node holds it. At once where there is none: then ours is the only copy there can be."""
     message = HoldSnapshot(version, digest, site.node)
 
-    async def ask(node: NodeId) -> None:
+    async def ask(node: NodeId) -> bool:
         while node in site.directory.nodes:
             try:
                 await site.on(node, "node").ask(message, ASK_S, Ok)
-                return
             except GyreError as error:
                 site.say(f"{node} does not have snapshot {version} yet: {error}")
+            else:
+                return True
             await asyncio.sleep(RETRY_S)
-        raise LookupError(node)
+        return False
 
     asked = [asyncio.ensure_future(ask(node)) for node in site.directory.nodes if node != site.node]
-    for first in asyncio.as_completed(asked):
-        try:
-            await first
-            return
-        except LookupError:  # that node is gone, and another may have it
-            continue
+    try:
+        for first in asyncio.as_completed(asked):
+            if await first:
+                return
+    finally:  # who was asked goes on with it
+        for each in asked:
+            each.cancel()

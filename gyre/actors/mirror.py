@@ -45,8 +45,10 @@ class Mirror(Generic[T]):
 
     def drop(self, key: str, revision: int = FOR_EVER) -> None:
         """Hold this record no more, whatever the watch brings; with `revision`, until it was written after that."""
-        self.items.pop(key, None)
-        self.dropped[key] = revision
+        known = self.items.get(key)
+        if known is None or known.mod_revision <= revision:
+            self.items.pop(key, None)
+            self.dropped[key] = revision
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         while True:

@@ -95,6 +95,8 @@ async def test_a_record_that_was_over_at_a_revision_comes_back_when_it_is_writte
     await store.put("things/a", Thing(2))
     await following.holds(a=2)
     assert following.mirror.dropped == {}
+    following.mirror.drop("things/a", over.mod_revision)  # as if it were told late
+    assert following.mirror.items["things/a"].record == Thing(2)
 
 
 async def test_a_mirror_goes_on_after_a_compaction(store: TypedStore) -> None:

@@ -9,7 +9,9 @@ from enum import StrEnum
 
 LAST_S = 18.0
 """No fault begins later, and none lasts beyond QUIET_S: from then on everything has to settle."""
-QUIET_S = 35.0
+QUIET_S = 50.0
+GIVEN_UP_S = (16.0, 30.0)
+"""A node's lease, and the grace after it, are over by then."""
 
 
 class Kind(StrEnum):
@@ -87,9 +89,9 @@ def _fault(rng: random.Random, found: Layout) -> Fault:
     links += [f"{a} {b}" for a in found.nodes for b in found.nodes if a != b]
     match kind:
         case Kind.CRASH:
-            return Fault(at_s, kind, node, round(rng.uniform(0.2, 8.0), 2))
+            return Fault(at_s, kind, node, _lasting(rng, 0.2, 8.0))
         case Kind.PAUSE:
-            return Fault(at_s, kind, node, round(rng.uniform(0.5, 12.0), 2))
+            return Fault(at_s, kind, node, _lasting(rng, 0.5, 12.0))
         case Kind.ACTOR:
             actors = [f"{node} scheduler", "n0 core", "n0 gateway", "n0 node"]
             actors += [f"{found.cells[cell]} cell-c{cell}" for cell in cells]
@@ -97,7 +99,7 @@ def _fault(rng: random.Random, found: Layout) -> Fault:
         case Kind.KILL:
             return Fault(at_s, kind, rng.choice(children))
         case Kind.CUT | Kind.CUT_ONE_WAY:
-            return Fault(at_s, kind, rng.choice(links), round(rng.uniform(0.5, 14.0), 2))
+            return Fault(at_s, kind, rng.choice(links), _lasting(rng, 0.5, 14.0))
         case Kind.BREAK:
             return Fault(at_s, kind, rng.choice(links))
         case Kind.SLOW_NET:
@@ -124,6 +126,13 @@ def _fault(rng: random.Random, found: Layout) -> Fault:
             )
         case Kind.FAIL:
             return Fault(at_s, kind, f"{rng.choice(STAGES)} c{rng.choice(cells)}")
+
+
+def _lasting(rng: random.Random, least_s: float, most_s: float) -> float:
+    """One in five lasts so long that a node is given up by the others."""
+    if rng.random() < 0.2:
+        return round(rng.uniform(*GIVEN_UP_S), 2)
+    return round(rng.uniform(least_s, most_s), 2)
 
 
 def shortest(events: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool], tries: int = 200) -> tuple[Fault, ...]:
