@@ -29,5 +29,10 @@ class Refused(GyreError):
     """The other side understood and said no: a stale token, an old attempt, a version that does not match."""
 
 
+class NotLetIn(Refused, Unavailable):
+    """The other side and we do not accept each other: a certificate, a name, a life that is over. It cannot be reached
+    until that has changed, and then it can."""
+
+
 class StorageFull(GyreError):
     """Something that must be on disk before we answer could not be written there."""

@@ -29,8 +29,8 @@ from gyre.errors import BadInput, Refused
 
 CA_DAYS = 3650
 NODE_DAYS = 365
-_BEFORE = timedelta(minutes=5)
-"""Valid from so long before now on, for machines whose clock is behind."""
+_BEFORE = timedelta(days=1)
+"""Valid from so long before now on, for machines whose clock is behind, by a time zone say."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from gyre.actors.link import IN_FLIGHT, Link, Outgoing, wrong_incarnation
 from gyre.actors.supervision import Backoff, MailboxFull
-from gyre.errors import GyreError, Unavailable
+from gyre.errors import GyreError, NotLetIn, Unavailable
 
 _OUTBOX_BYTES = 256 * 1024 * 1024
 _RETRY_S = 0.05
@@ -78,6 +78,8 @@ class Channel:
                 while True:
                     try:
                         found = (await self._linked()).peer.incarnation
+                    except NotLetIn:
+                        raise
                     except Unavailable as error:
                         last = error
                     else:

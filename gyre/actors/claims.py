@@ -79,9 +79,16 @@ class Claims:
                 continue
 
     async def _run(self, work: MicroStep, homes: Mapping[str, NodeId]) -> None:
+        gateways = {run: self._site.place(node, "gateway") for run, node in homes.items()}
+        if away := sorted({homes[run] for run, place in gateways.items() if place is None}):
+            # It is there anew in a moment, or its runs are run again elsewhere: nobody has failed.
+            await self._ship()
+            await self._drop(f"{work.micro_step} waits for the gateway of {', '.join(away)}")
+            await asyncio.sleep(FAILED_S)
+            return
         self._on_busy(True)
         try:
-            order = RunMicroStep(work, {run: self._gateway(node) for run, node in homes.items()})
+            order = RunMicroStep(work, {run: place for run, place in gateways.items() if place is not None})
             done = await self._replica.ask(order, MICRO_STEP_S, MicroStepDone)
         except Unavailable:
             raise
@@ -94,12 +101,6 @@ class Claims:
             self._metrics = {name: self._metrics.get(name, 0.0) + value for name, value in sums.items()}
         finally:
             self._on_busy(False)
-
-    def _gateway(self, node: NodeId) -> Place:
-        place = self._site.place(node, "gateway")
-        if place is None:
-            raise Refused(f"the gateway of {node} is not known just now")
-        return place
 
     async def _fail(self, reason: str) -> None:
         """What the replica holds cannot be told any more: forget it and let the micro-steps be done again."""

@@ -15,7 +15,8 @@ from gyre.actors.snapshot_fetch import fetch
 from gyre.actors.snapshot_service import Snapshots
 from gyre.errors import BadInput, Unavailable
 from gyre.ids import NodeId
-from gyre.train.snapshot import keep_newest, make_first_snapshot, snapshot_path
+from gyre.store.records import SnapshotRecord
+from gyre.train.snapshot import SnapshotTorn, keep_newest, make_first_snapshot, read_manifest, snapshot_path
 
 KEEP_SNAPSHOTS = 4
 PATIENCE_S = 120.0
@@ -56,9 +57,9 @@ class HeldSnapshots:
 
     async def _hold(self, version: int) -> Path:
         path = snapshot_path(self._folder, version)
-        if path.is_dir():
-            return path
         published = self._directory.snapshot
+        if path.is_dir() and not _is_another(path, published.record if published else None):
+            return path
         if published is None or published.record.version != version:
             raise Unavailable(f"snapshot {version} is not here, and is not the one that is published")
         return await self.have(version, published.record.digest, published.record.node)
@@ -81,3 +82,13 @@ class HeldSnapshots:
             return make_first_snapshot(self._model_dir, self._folder)[1]
         except BadInput:
             return ""
+
+
+def _is_another(path: Path, published: SnapshotRecord | None) -> bool:
+    """Whether the folder is of a step that was taken again: the store was set back to a day before. One that is torn is
+    not: who loads it says so."""
+    try:
+        manifest = read_manifest(path)
+    except SnapshotTorn:
+        return False
+    return published is not None and published.version == manifest.version and published.digest != manifest.digest

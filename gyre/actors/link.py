@@ -21,7 +21,7 @@ from gyre.actors.pipe import Broken, Pipe
 from gyre.actors.reference import LocalRef
 from gyre.actors.supervision import ActorFailed, MailboxFull
 from gyre.actors.watches import Watches
-from gyre.errors import GyreError, Refused, Unavailable
+from gyre.errors import GyreError, NotLetIn, Unavailable
 from gyre.wire import pack_any, unpack_any
 
 log = logging.getLogger(__name__)
@@ -265,5 +265,5 @@ class Link:
             answer.set_exception(frames.unpack_error(frame.body))
 
 
-def wrong_incarnation(name: str, found: str, wanted: str) -> Refused:
-    return Refused(f"{name} is incarnation {found}, and {wanted} is wanted")
+def wrong_incarnation(name: str, found: str, wanted: str) -> NotLetIn:
+    return NotLetIn(f"{name} is incarnation {found}, and {wanted} is wanted")

@@ -36,7 +36,7 @@ from gyre.actors.reference import LocalRef
 from gyre.actors.remote import RemoteRef
 from gyre.actors.supervision import Backoff
 from gyre.credentials import Credentials, Holder
-from gyre.errors import BadInput, GyreError, Refused, Unavailable
+from gyre.errors import BadInput, GyreError, NotLetIn, Refused, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -200,16 +200,16 @@ class Peers:
         except Refused as error:
             if str(error) == CROSSED and (link := await pair.channel.linked_within(CROSSED_S)) is not None:
                 return link
-            raise Refused(f"{place} refused us: {error}") from None
+            raise NotLetIn(f"{place} refused us: {error}") from None
         except BadInput as error:
             raise Unavailable(f"{place} cannot be reached: {error}") from None
         except ssl.SSLError as error:
-            raise Refused(f"{place} is not trusted: {_reason(error)}") from None
+            raise NotLetIn(f"{place} is not trusted: {_reason(error)}") from None
         except (OSError, Broken) as error:
             reason = _reason(error)
             if " alert " in reason:  # in TLS 1.3 the other side's verdict comes after our handshake has ended
                 ours = self._credentials.certificate
-                raise Refused(f"{place} does not accept our certificate {ours}: {reason}") from None
+                raise NotLetIn(f"{place} does not accept our certificate {ours}: {reason}") from None
             raise Unavailable(f"{place} cannot be reached: {reason}") from None
         link = pair.dialed = Link(pipe, pair.node, peer, self._find)
         return link

@@ -53,7 +53,9 @@ from gyre.trajectory.records import Lineage
 T = TypeVar("T")
 
 PEER_S = 60.0
-GATEWAY_S = 300.0
+GATEWAY_S = 20.0
+"""For a gateway to be started anew by its node. Nothing else is done meanwhile; a node that is gone is so by then, and its
+runs are run again."""
 RETRY_S = 0.2
 SETTLE_S = 4.0
 """For the newest checkpoint to come to disk when the process is told to end; it is killed soon after."""

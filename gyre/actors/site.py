@@ -164,7 +164,7 @@ class Site:
     def checkpoints(self) -> Path:
         """Where the core's replica keeps its state, which the next core goes on from if it reaches the folder too."""
         named = self.spec.checkpoint.dir
-        return self.base / named if named else self.job.checkpoints
+        return self.base / named / self.spec.job.name if named else self.job.checkpoints
 
     @cached_property
     def snapshots(self) -> Snapshots:

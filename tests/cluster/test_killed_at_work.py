@@ -13,6 +13,8 @@ from typing import TypeVar
 import pytest
 from job.a_job import DEADLINE_S
 
+from gyre.actors.address import TcpAddress, parse
+from gyre.actors.far import read_address
 from gyre.actors.messages_gyrectl import PinCell
 from gyre.children import Child, Children
 from gyre.cli import client
@@ -143,37 +145,38 @@ async def test_gyred_of_the_leader_is_killed_in_a_switch_in_a_step_and_at_a_publ
     core.start()
     fleet.open_gate()
     await fleet.finished()
-    print(fleet.tail())
     await fleet.check_books(2, hurt=[run.run for run in await fleet.runs() if run.attempt > 1])
     fleet.stop()
 
 
-def waiting_bytes(pid: int) -> int:
-    """What has come over TCP for a process and was not read by it."""
+def connected(pid: int, port: int) -> bool:
+    """Whether a process has a connection to the port."""
     inodes: set[str] = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return sum(int(row[4].partition(":")[2], 16) for row in rows if row[9] in inodes)
+    return any(row[9] in inodes and int(row[2].partition(":")[2], 16) == port for row in rows)
 
 
 async def test_a_satellites_replica_is_killed_while_it_ships_and_the_cores_before_a_publication(fleet: Fleet) -> None:
     core, other = await start(fleet)
     await fleet.until_status("merged sums", lambda now: now.micro_steps_done > 0)
-    mine, theirs = (fleet.keys.cell_role(CellId(f"{name}-c0")) for name in "ab")
+    theirs = fleet.keys.cell_role(CellId("b-c0"))
+    stopped, ships = replica(core), replica(other)
+    place = parse(read_address(core.dir.state / f"{stopped.name}.far.json"))
+    assert isinstance(place, TcpAddress)
+    assert not connected(ships.pid, place.port)
 
-    stopped = replica(core)  # what is to be trained waits for the satellite
-    stopped.signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)  # what is to be trained waits for the satellite, whose sums nobody takes
     fleet.open_gate("t*")
     await fleet.until_record("a satellite in train", theirs, CellRoleRecord, lambda now: now.observed is Role.TRAIN)
-    await fleet.until(lambda: waiting_bytes(stopped.pid), "sums on their way", lambda size: size > 1000)
-    print(waiting_bytes(stopped.pid))
-    replica(other).signal(signal.SIGKILL)
+    await fleet.until(lambda: connected(ships.pid, place.port), "sums on their way")
+    ships.signal(signal.SIGKILL)
+    await fleet.until(lambda: "b-c0 gave back" in core.log, "the micro-steps to be given back")
     stopped.signal(signal.SIGCONT)
     await fleet.until_record_of_steps(1)
-    assert "b-c0 gave back" in core.log
-    print(fleet.tail())
 
     await pin(fleet, "b-c0", Role.ROLLOUT)
     await fleet.until_record("the satellite to serve", theirs, CellRoleRecord, lambda now: now.observed is Role.ROLLOUT)
@@ -182,6 +185,27 @@ async def test_a_satellites_replica_is_killed_while_it_ships_and_the_cores_befor
     other.signal(signal.SIGCONT)
     fleet.open_gate()
     await fleet.finished()
-    print(fleet.tail())
     await fleet.check_books(2, hurt=[run.run for run in await fleet.runs() if run.attempt > 1])
+    fleet.stop()
+
+
+async def test_a_node_dies_whose_runs_wait_to_be_trained(fleet: Fleet) -> None:
+    core, other = await start(fleet)
+    await pin(fleet, "a-c0", Role.TRAIN)
+    await pin(fleet, "b-c0", Role.ROLLOUT)
+    cell = fleet.keys.cell_role(CellId("a-c0"))
+    await fleet.until_record("the core in train", cell, CellRoleRecord, lambda now: now.observed is Role.TRAIN)
+    trains = replica(core)
+    trains.signal(signal.SIGSTOP)
+    fleet.open_gate()
+    await fleet.until_runs("the first batch", lambda runs: [run.state for run in runs] == [RunState.SETTLED] * 8)
+    lost = {run.run for run in await fleet.runs() if run.node == other.name and run.run.startswith("t")}
+    assert lost
+    fleet.kill(other)
+    trains.signal(signal.SIGCONT)  # it asks for what only the dead node could tell it
+    await pin(fleet, "a-c0", None)
+    await fleet.finished()
+    runs = await fleet.runs()
+    assert {run.run for run in runs if run.attempt == 2} >= lost
+    await fleet.check_books(2, hurt=sorted(lost))
     fleet.stop()

@@ -17,7 +17,7 @@ import pytest
 from gyre.children import Children
 from gyre.proxy.journal_writer import look_at_journal
 from gyre.proxy.journals import journals
-from gyre.store.records import RunState
+from gyre.store.records import RunRecord, RunState
 from gyre.trajectory.journal import CallDelivered, CallStarted, RunClosed, RunOpened
 
 from .etcd_server import PlainEtcd

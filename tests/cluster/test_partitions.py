@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 from gyre import pki
 from gyre.cli.report import Books, read_books
 from gyre.store.open import open_store
-from gyre.store.records import CoreRecord, LeaderRecord, NodeRecord, RunRecord, RunState
+from gyre.store.records import CoreRecord, LeaderRecord, NodeRecord, RunState
 
 from .etcd_binary import EtcdBinary
 from .etcd_server import CLUSTER, FLAGS, Member, answering, client

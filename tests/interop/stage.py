@@ -202,6 +202,7 @@ class Stage:
             "context_tokens": context_tokens,
             "block_tokens": BLOCK_TOKENS,
             "replicate_to": "",
+            "far": None,
         }
         argv = (sys.executable, "-m", "gyre.actors.gateway_process", address, str(self.secret_file), json.dumps(config))
         child = await self.children.start(ChildSpec(name, argv, self.folder / f"{name}.log", cwd=TESTS))

@@ -28,6 +28,7 @@ from gyre.actors.messages import (
     Ok,
     OptimizerStep,
     Ping,
+    Place,
     Ready,
     RunMicroStep,
     ShipSums,
@@ -125,6 +126,7 @@ class Core:
             "temperature": 1.0,
             "micro_batch_tokens": 64,
             "threads": 1,
+            "far": None,
         }
         argv = (self._address, str(self._secret_file), json.dumps(config))
         self._pid = self._zygote.start(before, argv, self.log)
@@ -154,8 +156,8 @@ class Core:
             LineageWork(RunId(run), 1, 0, [1.0, -0.5, 0.25][(place + version) % 3], 6) for place, run in enumerate(RUNS)
         )
         work = MicroStep(MicroStepId(f"m{version}"), version, version - 1, works, 0)
-        await self._ref.ask(RunMicroStep(work, self._gateway), ASK_S, MicroStepDone)
-        await self._ref.ask(ShipSums("", f"t{version}"), ASK_S, SumsShipped)
+        await self._ref.ask(RunMicroStep(work, dict.fromkeys(RUNS, Place("", self._gateway))), ASK_S, MicroStepDone)
+        await self._ref.ask(ShipSums(None, f"t{version}"), ASK_S, SumsShipped)
         await self._ref.ask(MergeSums(f"t{version}"), ASK_S, Ok)
         order = OptimizerStep(version, version, 3, LR, str(snapshot_path(self.snapshots_dir, version)))
         return await self._ref.ask(order, ASK_S, StepDone)
