@@ -244,23 +244,28 @@ class Zygote:
 
     async def _make_ready(self) -> None:
         child = self._children.adopt().get(self._name)
-        if child is not None and not child.alive:
-            log.warning("%s has died (%s); it is started again, and its runs go on", self._name, child.exit)
-            child = None
-        if child is None:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (self._folder / "socket").unlink(missing_ok=True)
-            child = await self._children.start(self._spec())
+        ours = child is None or not child.alive
+        if child is None or ours:
+            child = await self._begin(child)
         try:
             async with asyncio.timeout(_ZYGOTE_READY_S):
                 while not await self._answers():
-                    if not child.alive:
+                    if not child.alive and ours:
                         raise Unavailable(
                             f"{self._name} ended while it started ({await child.wait()}): {self._last_words()}"
                         )
+                    if not child.alive:  # it was dying as we looked
+                        child, ours = await self._begin(child), True
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise Unavailable(f"{self._name} did not answer within {_ZYGOTE_READY_S:g} s") from None
+
+    async def _begin(self, before: Child | None) -> Child:
+        if before is not None:
+            log.warning("%s has died (%s); it is started again, and its runs go on", self._name, before.exit)
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self._folder / "socket").unlink(missing_ok=True)
+        return await self._children.start(self._spec())
 
     def _spec(self) -> ChildSpec:
         argv = (sys.executable, "-m", "gyre.harness.zygote", str(self._folder), "socket")
