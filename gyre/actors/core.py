@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from gyre.actors.batch import Batch, Stepping, step_record
 from gyre.actors.copies import copied
+from gyre.actors.held import KEEP_SNAPSHOTS
 from gyre.actors.messages import (
     Claim,
     ClaimMicroStep,
@@ -70,7 +71,6 @@ REPLICA_S = 600.0
 """For a short order to the core's replica, which may be in the middle of a micro-step."""
 STEP_S = 600.0
 STEP_TRIES = 3
-KEEP_SNAPSHOTS = 4
 NOTHING = Claim(None, {})
 
 
@@ -121,6 +121,8 @@ class CoreActor(Actor):
         self._stepping: Stepping | None = None
         self._taken: StepDone | None = None
         """The step is taken, its snapshot is on the disks of two nodes if there are two, and it is not published yet."""
+        self._outdated: GroupRecord | None = None
+        """A group that was opened again during the step: if the step is given up, its plan is worth nothing."""
         self._stepped = asyncio.Event()
         self._failures = 0
         self._train_tokens = 0.0
@@ -196,9 +198,11 @@ class CoreActor(Actor):
     async def _reopened(self, group: GroupRecord) -> None:
         """Runs of it are run again, for their tokens are gone with their node: the batch begins anew without it."""
         assert self._snapshot is not None
-        if self._stepping is None:  # else it is taken with the group as it was, whose tokens were all merged
-            self._lose(f"{group.group} is run again")
-            await self._begin(self._snapshot)
+        if self._stepping is not None:  # the step is taken with the group as it was, whose tokens were all merged
+            self._outdated = group
+            return
+        self._lose(f"{group.group} is run again")
+        await self._begin(self._snapshot)
 
     async def _plan(self, group: GroupRecord) -> None:
         batch, spec = self._batch, self._site.spec
@@ -404,6 +408,8 @@ class CoreActor(Actor):
             self._site.cell(self._cell).tell(CoreLost())
         else:  # it died, which was heard of before
             self._site.say(reason)
+        if self._outdated is not None:
+            self.ref.tell(_GroupChanged(self._outdated))
         self._end_step()
 
     @handles(StepDone)
@@ -496,7 +502,7 @@ class CoreActor(Actor):
         self._site.scheduler.tell(Progressed())
 
     def _end_step(self) -> None:
-        self._stepping = self._taken = None
+        self._stepping = self._taken = self._outdated = None
         self._stepped.set()
 
     # ------------------------------------------------------------------------------------------ how it stands

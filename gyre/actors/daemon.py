@@ -12,11 +12,12 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 
 from gyre.actors.cell import CellActor
+from gyre.actors.core import CoreActor
 from gyre.actors.directory import Directory
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.membership import MembershipActor
@@ -275,8 +276,8 @@ async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None
     start from."""
     restart = Backoff()
 
-    def spawn_core(factory: object) -> LocalRef:
-        return system.spawn("core", factory, restart=restart)  # type: ignore[arg-type]
+    def spawn_core(factory: Callable[[], CoreActor]) -> LocalRef:
+        return system.spawn("core", factory, restart=restart)
 
     site.refs["member"] = system.spawn("member", lambda: MembershipActor(site, spawn_core), restart=restart)
     site.refs["snapshots"] = system.spawn("snapshots", lambda: SnapshotService(site.snapshots), restart=restart)

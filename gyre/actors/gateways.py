@@ -71,9 +71,7 @@ class Gateways:
 
     def joined(self) -> bool:
         """Whether a node is there that was not told, or we are there anew, so that others may have given us up."""
-        there = self._there()
-        ours = there.get(self._site.node) != self._told.get(self._site.node)
-        return ours or any(there[node] != self._told.get(node) for node in there if node != self._site.node)
+        return any(revision != self._told.get(node) for node, revision in self._there().items())
 
     def _others(self, message: object, reply: type[T]) -> list[Awaitable[T | None]]:
         site = self._site

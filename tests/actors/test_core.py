@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gyre.actors.core import CoreActor
@@ -368,3 +368,26 @@ async def test_a_group_that_no_run_of_can_be_scored_fails_the_job_and_one_of_two
         published = await bench.site.store.get(bench.site.keys.snapshot, SnapshotRecord)
         assert published is not None
         assert published.record.version == 1
+
+
+async def test_a_group_that_is_run_again_during_a_step_that_fails_is_planned_anew(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        site = bench.site
+        first = await settle_group(site, 0)
+        await settle_group(site, 1)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        bench.replica.hold[OptimizerStep] = held = asyncio.Event()
+        bench.replica.faults.append((OptimizerStep, StorageFull("no room")))
+        assert await bench.ship(await bench.claim_all())
+        await until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
+        found = await site.store.get(site.keys.group(first), GroupRecord)
+        assert found is not None
+        await site.store.put(site.keys.group(first), replace(found.record, state=GroupState.OPEN))
+        await asyncio.sleep(0.1)  # it is heard of while the step is taken
+        held.set()
+        del bench.replica.hold[OptimizerStep]
+        await bench.until_progress(lambda now: now.planned_groups == 1)
+        await site.store.put(site.keys.group(first), found.record)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        assert await bench.ship(await bench.claim_all())
+        assert len(await bench.until_step(1)) == 1

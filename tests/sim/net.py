@@ -24,7 +24,6 @@ R = TypeVar("R")
 
 NEAR_S = 0.0008
 FAR_S = 0.004
-RETRY_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -279,18 +278,6 @@ class SimRef:
         if not isinstance(got, reply):
             raise BadInput(f"the answer of {self.name}", got, f"a {reply.__name__} is expected")
         return got
-
-    async def patiently(self, message: object, deadline_s: float, reply: type[R]) -> R:
-        """As `ask`, and again while the peer cannot be reached, for messages that may be repeated."""
-        until_s = self._net.loop.time() + deadline_s
-        while True:
-            left_s = until_s - self._net.loop.time()
-            try:
-                return await self.ask(message, left_s, reply)
-            except Unavailable:
-                if left_s <= RETRY_S:
-                    raise
-            await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
         """There is no connection to end."""
