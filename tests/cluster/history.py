@@ -26,6 +26,8 @@ from gyre.store.records import (
 
 from .etcd_server import CLUSTER
 
+_BEGIN = f"/gyre/{CLUSTER}/the beginning of the history"
+
 
 @dataclass(frozen=True)
 class Term:
@@ -53,24 +55,37 @@ class Write:
         return None if self.event.previous is None else typed.unpack(self.event.previous.value, cls)
 
 
-async def history(url: str) -> list[Write]:
+async def begin_history(url: str) -> None:
+    """What was written until now is of no interest: an etcd that several tests use, one after the other."""
     store = open_store(url)
     try:
+        await store.txn(puts=(Put(_BEGIN, b""),))
+    finally:
+        await store.close()
+
+
+async def history(url: str) -> list[Write]:
+    """Since its beginning."""
+    store = open_store(url)
+    try:
+        begun = await store.get(_BEGIN)
+        first = 1 if begun is None else begun.mod_revision
         last = (await store.txn(puts=(Put(f"/gyre/{CLUSTER}/the end of the history", b""),))).revision
         lives = {
-            event.kv.mod_revision: event.kv.key.split("/")[2] for event in await _until(store, "gyre.receipts/", last)
+            event.kv.mod_revision: event.kv.key.split("/")[2]
+            for event in await _until(store, "gyre.receipts/", first, last)
         }
         return [
             Write(event, lives.get(event.kv.mod_revision, "") if event.kind == "put" else "")
-            for event in await _until(store, "/gyre/", last)
+            for event in await _until(store, "/gyre/", first, last)
         ]
     finally:
         await store.close()
 
 
-async def _until(store: Store, prefix: str, last: int) -> list[Event]:
+async def _until(store: Store, prefix: str, first: int, last: int) -> list[Event]:
     found: list[Event] = []
-    async with aclosing(store.watch(prefix, 1)) as events:
+    async with aclosing(store.watch(prefix, first)) as events:
         async for event in events:
             found.append(event)
             if event.kv.mod_revision == last:

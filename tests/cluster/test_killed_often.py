@@ -22,6 +22,7 @@ from gyre.trajectory.journal import CallDelivered, CallStarted, RunClosed, RunOp
 
 from .etcd_server import PlainEtcd
 from .fleet import Fleet, Node
+from .undisturbed import check_gradients
 
 KILLS, STEPS = (20, 10) if os.environ.get("GYRE_FAULTS") == "long" else (4, 3)
 SEED = 4
@@ -48,7 +49,7 @@ async def kill_gateway(fleet: Fleet, node: Node) -> None:
     await fleet.until(killed, f"the gateway of {node.name}")
 
 
-async def test_gyreds_and_gateways_are_killed_at_random_points_of_a_job(fleet: Fleet) -> None:
+async def test_gyreds_and_gateways_are_killed_at_random_points_of_a_job(fleet: Fleet, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     runs = 2 + STEPS * 6  # held-out before, and those that are trained
     points = sorted((chance.randrange(runs), chance.random(), name) for name in ["gyred", "gateway"] * KILLS)
@@ -74,6 +75,7 @@ async def test_gyreds_and_gateways_are_killed_at_random_points_of_a_job(fleet: F
     assert all(run.trace is not None and run.trace.calls >= 3 for run in books.runs), "every run finished"
     check_journals(fleet)
     fleet.stop()
+    await check_gradients(fleet, books, tmp_path / "undisturbed")
 
 
 def check_journals(fleet: Fleet) -> None:

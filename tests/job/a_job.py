@@ -24,12 +24,12 @@ from gyre.actors.messages_gyrectl import Status
 from gyre.children import ProcessRef
 from gyre.cli import client
 from gyre.cli.report import Books
-from gyre.config import load_job
+from gyre.config import JobSpec, load_job
 from gyre.errors import GyreError
 from gyre.harness.tasks import open_source
 from gyre.jobdir import JobDir
-from gyre.store.records import JobState, Purpose, RunRecord, RunState
-from gyre.train.batch import SettledGroup, SettledRun, plan
+from gyre.store.records import JobState, Purpose, RunRecord, RunState, StepRecord
+from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, plan
 from gyre.trajectory.records import Outcome
 
 DEADLINE_S = 240.0
@@ -289,20 +289,9 @@ class Job:
         training = {group.group: group for group in books.groups if group.purpose is Purpose.TRAIN}
         consumed = [group for step in books.steps for group in step.groups]
         assert sorted(consumed) == sorted(training), "each training group is in exactly one step"
-        runs = {run.run: run for run in books.runs}
         spec = client.read_spec(self.dir)
         for step in books.steps:
-            plans = [
-                plan(
-                    SettledGroup(group, tuple(_settled(runs[run]) for run in training[group].runs)),
-                    step.version - 1,
-                    spec.batch.staleness,
-                    spec.batch,
-                    spec.loss,
-                    step.step,
-                )
-                for group in step.groups
-            ]
+            plans = plans_of(books, step, spec)
             assert step.scored_runs == sum(made.scored_runs for made in plans)
             assert step.counted_tokens == sum(made.counted_tokens for made in plans)
             assert step.micro_steps == sum(len(made.micro_steps) for made in plans)
@@ -318,6 +307,23 @@ class Job:
                 assert run.trace.interrupted_calls == 0, f"{run}; {self.tail()}"
                 assert run.trace.calls == 3, f"{run}; {self.tail()}"
         return books
+
+
+def plans_of(books: Books, step: StepRecord, spec: JobSpec) -> list[GroupPlan]:
+    """What the batch of a step had to be, by the records of its runs alone."""
+    runs = {run.run: run for run in books.runs}
+    groups = {group.group: group for group in books.groups}
+    return [
+        plan(
+            SettledGroup(group, tuple(_settled(runs[run]) for run in groups[group].runs)),
+            step.version - 1,
+            spec.batch.staleness,
+            spec.batch,
+            spec.loss,
+            step.step,
+        )
+        for group in step.groups
+    ]
 
 
 def _settled(run: RunRecord) -> SettledRun:
