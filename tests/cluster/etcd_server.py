@@ -193,6 +193,17 @@ async def wipe(asked: EtcdClient) -> None:
     await asked.ask(method("KV", "DeleteRange"), request)
 
 
+async def give_space(asked: EtcdClient, revision: int) -> None:
+    """What an operator does about NOSPACE (docs/operations.md): compact up to the revision, defragment, disarm."""
+    compact = message_class("CompactionRequest")(revision=revision, physical=True)
+    await asked.ask_once(method("KV", "Compact"), compact, 30)
+    await asked.ask_once(method("Maintenance", "Defragment"), message_class("DefragmentRequest")(), 30)
+    alarms = await asked.ask(method("Maintenance", "Alarm"), message_class("AlarmRequest")())
+    for alarm in alarms.alarms:
+        disarm = message_class("AlarmRequest")(action=2, memberID=alarm.memberID, alarm=alarm.alarm)
+        await asked.ask(method("Maintenance", "Alarm"), disarm)
+
+
 def permission(role: str, prefix: str) -> Message:
     """The request that lets a role read and write the keys under a prefix."""
     request = message_class("AuthRoleGrantPermissionRequest")(name=role)

@@ -17,7 +17,7 @@ from gyre.store.open import open_store
 from gyre.store.protocol import Put
 
 from .etcd_binary import EtcdBinary
-from .etcd_server import PlainEtcd, answering, client
+from .etcd_server import PlainEtcd, answering, client, give_space
 from .fleet import Fleet
 
 QUOTA_BYTES = 4 * 1024 * 1024
@@ -31,7 +31,7 @@ def small_etcd(etcd: EtcdBinary, tmp_path: Path) -> Iterator[PlainEtcd]:
     server.member.signal(signal.SIGKILL)
 
 
-async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line(
+async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line_and_once_mended_the_job_ends(
     tmp_path: Path, small_etcd: PlainEtcd
 ) -> None:
     async with client(small_etcd.url) as asked:
@@ -55,10 +55,17 @@ async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line
         assert state is State.FAULT
         assert "b: tls:127.0.0.1:" in text
 
-        await fill(small_etcd.url)
+        revision = await fill(small_etcd.url)
         found = await doctor.examine(here)
         ((state, text),) = of(found, "store")
         assert (state, "NOSPACE" in text) == (State.FAULT, True)
+
+        fleet.open_gate()
+        async with client(small_etcd.url) as asked:
+            await give_space(asked, revision)
+        assert [state for state, _ in of(await doctor.examine(here), "store")] == [State.OK]
+        await fleet.finished()
+        await fleet.check_books(2, hurt=[run.run for run in await fleet.runs() if run.node == "b" or run.attempt > 1])
     finally:
         for node in fleet.nodes.values():
             fleet.kill(node)
@@ -69,11 +76,14 @@ def of(found: list[Finding], what: str) -> list[tuple[State, str]]:
     return [(each.state, each.found) for each in found if each.what == what]
 
 
-async def fill(url: str) -> None:
+async def fill(url: str) -> int:
+    """Until it takes no more. The last revision that it took."""
     store = open_store(url)
     try:
+        revision = 0
         with suppress(StorageFull):
             for _ in range(30):
-                await store.txn(puts=[Put("/gyre/test/big", os.urandom(500_000))])
+                revision = (await store.txn(puts=[Put("/gyre/test/big", os.urandom(500_000))])).revision
+        return revision
     finally:
         await store.close()

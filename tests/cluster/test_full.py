@@ -10,12 +10,11 @@ import pytest
 
 from gyre.errors import StorageFull
 from gyre.store.etcd.address import EtcdAddress
-from gyre.store.etcd.api import message_class, method
 from gyre.store.etcd.store import EtcdStore
 from gyre.store.protocol import Put
 
 from .etcd_binary import EtcdBinary
-from .etcd_server import PlainEtcd, answering
+from .etcd_server import PlainEtcd, answering, give_space
 
 QUOTA_BYTES = 4 * 1024 * 1024
 
@@ -38,13 +37,7 @@ async def test_a_full_etcd_is_told_as_that_and_heals(etcd: EtcdBinary, tmp_path:
         assert kv is not None
         assert kv.mod_revision == written[-1]
 
-        compact = message_class("CompactionRequest")(revision=written[-1], physical=True)
-        await store.client.ask_once(method("KV", "Compact"), compact, 30)
-        await store.client.ask_once(method("Maintenance", "Defragment"), message_class("DefragmentRequest")(), 30)
-        alarms = await store.client.ask(method("Maintenance", "Alarm"), message_class("AlarmRequest")())
-        for alarm in alarms.alarms:
-            disarm = message_class("AlarmRequest")(action=2, memberID=alarm.memberID, alarm=alarm.alarm)
-            await store.client.ask(method("Maintenance", "Alarm"), disarm)
+        await give_space(store.client, written[-1])
         assert (await store.txn(puts=[Put("/p/big", b"small")])).succeeded
     finally:
         await store.close()
