@@ -150,6 +150,8 @@ class BatchSection(Section):
     j_max: Positive = 5
     micro_step_tokens: Annotated[int, Field(ge=64)] = 4096
     """A micro-step packs whole lineages up to this many tokens (a longer lineage stands alone)."""
+    sums_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradient sums on their way to the core; they are added up in float32."""
     claim_s: Seconds = 60.0
     """A cell that claimed a micro-step and did not ship it in this time gives it back."""
 

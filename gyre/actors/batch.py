@@ -86,5 +86,6 @@ def step_metrics(sums: Mapping[str, float], step: Mapping[str, float], scored_ru
         "ratio_deviation": sums.get("ratio_deviation_sum", 0.0) / tokens,
         "logp_gap": sums.get("logp_gap_sum", 0.0) / tokens,
         "trained_tokens": sums.get("token_count", 0.0),
+        "sums_error": sums.get("sums_error_sum", 0.0) / (sums.get("transfer_count", 0.0) or 1.0),
         **step,
     }

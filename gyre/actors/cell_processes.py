@@ -212,6 +212,7 @@ class CellProcesses:
             "temperature": spec.sampling.temperature,
             "micro_batch_tokens": spec.batch.micro_step_tokens,
             "threads": spec.cells.threads,
+            "sums_dtype": spec.batch.sums_dtype,
             "far": site.far(self.replica_name),
         }
         address = site.child_address(self.replica_name)

@@ -146,7 +146,8 @@ class Claims:
                 self._site.say(f"the sums of {self._cell} are shipped later ({error})")
             self._kept = True
             return False
-        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, dict(self._metrics))
+        metrics = {**self._metrics, "sums_error_sum": shipped.error, "transfer_count": 1.0}
+        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, metrics)
         self._held, self._kept = 0, False
         self._metrics.clear()
         await self._site.core.ask(message, ASK_S, Merged)

@@ -234,18 +234,28 @@ class SumsShipped:
     transfer: str
     micro_steps: tuple[MicroStepId, ...]
     bytes: int
+    error: float = 0.0
+    """What rounding on the way took away, relative to the norm of the sums."""
 
 
 @record("stage_sums")
 @dataclass(frozen=True)
 class StageSums:
-    """Replica to core replica: one whole set of sums, kept aside until MergeSums names it. -> Ok, or Refused."""
+    """Replica to core replica: pull this whole set of sums from `source`, and keep it aside until MergeSums names it.
+
+    -> Ok, or Refused.
+    """
 
     transfer: str
     layout_hash: str
     version: int
     micro_steps: tuple[MicroStepId, ...]
-    data: bytes
+    dtype: str
+    """On the way: `float32` or `bfloat16`. They are summed in float32."""
+    numbers: int
+    source: str
+    """Where the sender's transport (gyre.kv_migrate) serves them."""
+    epoch: int
 
 
 @record("merge_sums")

@@ -44,15 +44,20 @@ from gyre.actors.messages import (
 )
 from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.actors.sums_exchange import SumsExchange
 from gyre.config import CheckpointSection, LossSection, OptimizerSection
 from gyre.errors import Refused, Unavailable
 from gyre.ids import RunId
+from gyre.kv_migrate.greeting import Certificates, SharedSecret
+from gyre.kv_migrate.tcp import TcpTransport
 from gyre.train.replica import Replica, ReplicaConfig
 from gyre.trajectory.records import Lineage
 
 T = TypeVar("T")
 
 PEER_S = 60.0
+PULL_S = 55.0
+"""For another replica's sums to come: it waits a little longer than that for our word."""
 GATEWAY_S = 20.0
 """For a gateway to be started anew by its node. Nothing else is done meanwhile; a node that is gone is so by then, and its
 runs are run again."""
@@ -64,9 +69,12 @@ SETTLE_S = 4.0
 class ReplicaActor(Actor):
     """One replica. Stage and merge come to the core's; everything else from the cell that owns it."""
 
-    def __init__(self, replica: Replica, thread: ThreadPoolExecutor, ways: Callable[[], Ways]) -> None:
+    def __init__(
+        self, replica: Replica, thread: ThreadPoolExecutor, exchange: SumsExchange, ways: Callable[[], Ways]
+    ) -> None:
         self._replica = replica
         self._thread = thread
+        self._exchange = exchange
         self._ways = ways
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
@@ -123,15 +131,21 @@ class ReplicaActor(Actor):
             return await self._compute(self._replica.keep, message.transfer)
         sums = await self._compute(self._replica.sums, message.transfer)
         try:
-            await self._ways().to(message.core).ask(sums, PEER_S, Ok)
+            with self._exchange.offered(sums) as offer:
+                await self._ways().to(message.core).ask(offer, PEER_S, Ok)
         except Unavailable as error:
             raise Refused(f"the core's replica did not take the sums: {error}") from error
         await self._compute(self._replica.zero_sums)
-        return SumsShipped(message.transfer, sums.micro_steps, len(sums.data))
+        return SumsShipped(message.transfer, sums.micro_steps, sums.bytes, sums.error)
 
-    @handles(StageSums)
+    @handles(StageSums, concurrent=True)
     async def stage(self, message: StageSums) -> Ok:
-        await self._compute(self._replica.stage, message)
+        await self._compute(self._replica.require_fitting, message)
+        try:
+            values = await self._exchange.fetch(message, PULL_S)
+        except Unavailable as error:  # the asker must not take its own absence for ours
+            raise Refused(f"the sums of transfer {message.transfer} did not come: {error}") from error
+        await self._compute(self._replica.stage, message, values)
         return Ok()
 
     @handles(MergeSums)
@@ -172,6 +186,7 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
             temperature=float(config["temperature"]),
             micro_batch_tokens=int(config["micro_batch_tokens"]),
             threads=int(config["threads"]),
+            sums_dtype=str(config["sums_dtype"]),
         )
         model_dir, checkpoints_dir = Path(config["model_dir"]), Path(config["checkpoints_dir"])
         staging_dir = Path(config["staging_dir"]) if config["staging_dir"] else None
@@ -180,8 +195,12 @@ async def run(address: str, secret: str, config: dict[str, Any]) -> None:
         )
         async with AsyncExitStack() as stack:
             system = await stack.enter_async_context(ActorSystem.running("replica"))
-            actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, lambda: ways))
             far = Far(**config["far"]) if config["far"] else None
+            greeting = SharedSecret(secret.encode()) if far is None else Certificates(far.credentials)
+            transport = await TcpTransport.open(greeting, far.host if far else "127.0.0.1")
+            stack.push_async_callback(transport.close)
+            exchange = SumsExchange(transport)
+            actor = system.spawn("replica", lambda: ReplicaActor(replica, thread, exchange, lambda: ways))
             ways = Ways(secret, await stack.enter_async_context(far_side(far, actor)))
             stack.push_async_callback(ways.close)
             async with serve(actor, address, secret):

@@ -33,6 +33,7 @@ from gyre.train.maps import read_hf_weights, to_hf, to_megatron
 from gyre.train.megatron import AdamW, MegatronModel, start_groups
 from gyre.train.padding import Rows, padded_rows
 from gyre.train.shape import read_shape
+from gyre.train.sums import Sums, to_wire
 from gyre.train.tensor_file import save_tensors
 from gyre.trajectory.records import Lineage
 
@@ -53,6 +54,8 @@ class ReplicaConfig:
     micro_batch_tokens: int = 4096
     """Tokens of one forward, padding included."""
     threads: int = 1
+    sums_dtype: str = "float32"
+    """In which own sums are sent."""
 
 
 @dataclass
@@ -173,11 +176,13 @@ class Replica:
         self._own.append(work.micro_step)
         return MicroStepDone(work.micro_step, time.monotonic() - started_s, metrics)
 
-    def sums(self, transfer: str) -> StageSums:
-        """The own sums as they are sent to the core's replica. They stay until `zero_sums`."""
+    def sums(self, transfer: str) -> Sums:
+        """The own sums as they are sent to the core's replica, a copy. They stay until `zero_sums`."""
         self._require_own()
-        data = self._model.grads.cpu().clone().numpy().tobytes()
-        return StageSums(transfer, self.layout_hash, self._version, tuple(self._own), data)
+        grads, dtype = self._model.grads, self._config.sums_dtype
+        data, error = to_wire(grads, dtype)
+        micro_steps = tuple(self._own)
+        return Sums(transfer, self.layout_hash, self._version, micro_steps, dtype, grads.numel(), data, error)
 
     def keep(self, transfer: str) -> SumsShipped:
         """Stage the own sums here, as transfer `transfer`, and zero them: the core's own way of shipping."""
@@ -195,20 +200,22 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------ the batch's sums
 
-    def stage(self, sums: StageSums) -> None:
-        """Keep another replica's sums aside until `merge` names them. Raises Refused for what could not be merged."""
+    def require_fitting(self, sums: StageSums) -> None:
+        """Raises Refused for sums that could not be merged, before they travel."""
         if sums.version != self._version:
             raise Refused(f"the sums are of version {sums.version}, this replica holds {self._version}")
         if sums.layout_hash != self.layout_hash:
             raise Refused(f"the sums have layout {sums.layout_hash}, this replica has {self.layout_hash}")
         self._require_new(sums.transfer, sums.micro_steps)
-        size_bytes = self._model.grads.numel() * self._model.grads.element_size()
-        if len(sums.data) != size_bytes:
-            raise Refused(f"the sums have {len(sums.data)} bytes, {size_bytes} are expected")
-        received = torch.frombuffer(bytearray(sums.data), dtype=self._model.grads.dtype)
-        if not torch.isfinite(received.sum()):
+        if sums.numbers != self._model.grads.numel():
+            raise Refused(f"{sums.numbers} numbers are offered as sums, {self._model.grads.numel()} are expected")
+
+    def stage(self, sums: StageSums, values: Tensor) -> None:
+        """Keep another replica's sums aside until `merge` names them: float32 `values`, flat. Raises Refused."""
+        self.require_fitting(sums)
+        if not torch.isfinite(values.sum()):
             raise Refused(f"the sums of transfer {sums.transfer} are not finite")
-        self._staged[sums.transfer] = _Staged(sums.micro_steps, received)
+        self._staged[sums.transfer] = _Staged(sums.micro_steps, values)
 
     def merge(self, transfer: str) -> None:
         """Add staged transfer `transfer` to the batch's sums. Raises Refused when not staged, or merged before."""

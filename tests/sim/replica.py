@@ -117,7 +117,7 @@ class Replica(Served):
         await self.world.stage("ship", self.cell)
         micro_steps = tuple(self.own)
         if message.core is not None:
-            sums = StageSums(message.transfer, "layout", self.version, micro_steps, b"")
+            sums = StageSums(message.transfer, "layout", self.version, micro_steps, "float32", 1, "tcp:sim:1", 1)
             try:
                 await self.world.child_ref(self.child.process, self.machine.name, message.core.address).ask(
                     sums, 60.0, Ok

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from shipping import stage
 
 from gyre.actors.messages import MicroStep, OptimizerStep
 from gyre.config import BatchSection, LossSection, OptimizerSection
@@ -116,7 +117,7 @@ def test_a_satellite_joins_ships_and_leaves(batch: Batch, expected: torch.Tensor
     batch.train_one(SATELLITE, satellite)
     batch.train_one(SATELLITE, satellite)
     sums = satellite.sums("t")
-    core.stage(sums)
+    stage(core, sums)
     assert batch.ledger.shipped("t", SATELLITE, sums.micro_steps, sums.version)
     core.merge("t")
     assert same(batch.finish(core), expected)
@@ -134,7 +135,7 @@ def test_a_satellite_dies_with_sums_that_it_never_shipped(batch: Batch, expected
 def test_a_satellite_dies_between_sending_its_sums_and_being_heard(batch: Batch, expected: torch.Tensor) -> None:
     core, satellite = batch.replica(), batch.replica()
     batch.train_one(SATELLITE, satellite)
-    core.stage(satellite.sums("t"))
+    stage(core, satellite.sums("t"))
     batch.ledger.forfeit(SATELLITE)
     assert same(batch.finish(core), expected), "what was staged and never accepted is in no sum"
 
@@ -144,7 +145,7 @@ def test_a_satellite_ships_too_late(batch: Batch, expected: torch.Tensor) -> Non
     batch.train_one(SATELLITE, satellite, now_s=0.0)
     batch.train_one(CORE, core, now_s=100.0)
     sums = satellite.sums("late")
-    core.stage(sums)
+    stage(core, sums)
     assert not batch.ledger.shipped("late", SATELLITE, sums.micro_steps, sums.version)
     assert same(batch.finish(core), expected)
 
@@ -162,7 +163,7 @@ def test_the_core_dies_with_merged_sums_and_a_satellite_still_holds_its_own(
     batch.ledger.forfeit(CORE)
     reborn = batch.replica()
     sums = satellite.sums("t")
-    reborn.stage(sums)
+    stage(reborn, sums)
     assert batch.ledger.shipped("t", SATELLITE, sums.micro_steps, sums.version)
     reborn.merge("t")
     assert same(batch.finish(reborn), expected)

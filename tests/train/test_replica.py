@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from shipping import offer, stage, values
 
 from gyre.actors.messages import LineageWork, MicroStep, OptimizerStep, StageSums, StepDone
 from gyre.config import CheckpointSection, LossSection, OptimizerSection
@@ -97,7 +98,7 @@ def job(tmp_path: Path, make_model: MakeModel, make_lineage: MakeLineage) -> Job
 
 
 def ship(source: Replica, target: Replica, transfer: str) -> None:
-    target.stage(source.sums(transfer))
+    stage(target, source.sums(transfer))
     source.zero_sums()
     target.merge(transfer)
 
@@ -190,7 +191,7 @@ def test_the_sums_of_parts_add_up_to_the_sums_of_the_whole(job: Job) -> None:
         replica.zero_sums()
         for places in groups:
             job.run(replica, *places)
-        return torch.frombuffer(bytearray(replica.sums("t").data), dtype=torch.float32)
+        return values(replica.sums("t"))
 
     whole = flat(range(6))
     assert relative(flat([5, 4, 3], [2], [0], [1]), whole) < 1e-5
@@ -433,14 +434,14 @@ def test_a_transfer_is_merged_once(job: Job) -> None:
     core, satellite = job.replica(), job.replica()
     job.run(satellite, 0)
     sums = satellite.sums("t")
-    core.stage(sums)
+    stage(core, sums)
     with pytest.raises(Refused, match="received before"):
-        core.stage(sums)
+        stage(core, sums)
     core.merge("t")
     with pytest.raises(Refused, match="merged before"):
         core.merge("t")
     with pytest.raises(Refused, match="received before"):
-        core.stage(sums)
+        stage(core, sums)
     with pytest.raises(Refused, match="not staged"):
         core.merge("u")
 
@@ -449,13 +450,13 @@ def test_a_micro_step_is_merged_once_whichever_transfers_bring_it(job: Job) -> N
     core, satellite = job.replica(), job.replica()
     job.run(core, 0)
     job.run(satellite, 0)
-    core.stage(satellite.sums("t"))
+    stage(core, satellite.sums("t"))
     core.keep("own")
     core.merge("own")
     with pytest.raises(Refused, match="already"):
         core.merge("t")
     with pytest.raises(Refused, match="already"):
-        core.stage(dataclasses.replace(satellite.sums("u")))
+        stage(core, dataclasses.replace(satellite.sums("u")))
 
 
 @pytest.mark.parametrize(
@@ -463,19 +464,48 @@ def test_a_micro_step_is_merged_once_whichever_transfers_bring_it(job: Job) -> N
     [
         ({"version": 1}, "version"),
         ({"layout_hash": "another"}, "layout"),
-        ({"data": b"\0" * 8}, "bytes"),
+        ({"numbers": 8}, "numbers"),
         ({"micro_steps": ()}, "no micro-step"),
-        ({"data": array("f", [float("nan")])}, "finite"),
     ],
 )
 def test_sums_that_do_not_fit_are_refused(job: Job, change: dict[str, object], reason: str) -> None:
     core, satellite = job.replica(), job.replica()
     job.run(satellite, 0)
     sums = satellite.sums("t")
-    if reason == "finite":
-        change = {"data": array("f", [float("nan")]).tobytes() + sums.data[4:]}
+    changed = dataclasses.replace(offer(sums), **change)  # pyright: ignore[reportArgumentType]
     with pytest.raises(Refused, match=reason):
-        core.stage(dataclasses.replace(sums, **change))  # pyright: ignore[reportArgumentType]
+        core.require_fitting(changed)
+    with pytest.raises(Refused, match=reason):
+        core.stage(changed, values(sums))
+
+
+def test_sums_that_are_not_numbers_are_refused(job: Job) -> None:
+    core, satellite = job.replica(), job.replica()
+    job.run(satellite, 0)
+    sums = satellite.sums("t")
+    broken = values(sums)
+    broken[3] = float("nan")
+    with pytest.raises(Refused, match="finite"):
+        core.stage(offer(sums), broken)
+
+
+def test_sums_that_were_rounded_on_the_way_give_nearly_the_same_update(job: Job) -> None:
+    """Half the bytes, and an error that is told: that of rounding to eight bits of mantissa."""
+    core, exact = job.replica(), job.replica()
+    satellite = job.replica(dataclasses.replace(CONFIG, sums_dtype="bfloat16"))
+    job.run(satellite, *range(6))
+    sums = satellite.sums("t")
+    job.run(exact, *range(6))
+    whole = exact.sums("t")
+    assert sums.bytes * 2 == whole.bytes
+    assert whole.error == 0.0
+    assert sums.error == pytest.approx(float((values(sums) - values(whole)).norm() / values(whole).norm()), rel=1e-3)
+    assert 1e-4 < sums.error < 2**-8
+    stage(core, sums)
+    core.merge("t")
+    rounded = core.step(job.order())
+    alone = job.whole_step(job.replica(), folder="whole")
+    assert rounded.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=2**-8)
 
 
 def test_replicas_of_different_models_have_different_layouts(job: Job, make_model: MakeModel) -> None:
@@ -486,7 +516,7 @@ def test_replicas_of_different_models_have_different_layouts(job: Job, make_mode
 def test_a_satellite_that_never_ships_changes_nothing(job: Job) -> None:
     core, lost = job.replica(), job.replica()
     job.run(lost, 0, 1)
-    core.stage(lost.sums("never merged"))
+    stage(core, lost.sums("never merged"))
     job.run(lost, 2)
     job.whole_step(core)
     job.whole_step(job.replica(), folder="alone")
@@ -535,7 +565,7 @@ def test_nothing_of_one_version_is_left_in_the_next(job: Job) -> None:
     with pytest.raises(Refused, match="not staged"):
         core.merge("kept")
     with pytest.raises(Refused, match="version"):
-        core.stage(late)
+        stage(core, late)
     with pytest.raises(Refused, match="version 0"):
         job.run(core, 0, version=0)
 
@@ -595,7 +625,7 @@ def test_work_before_the_first_load_is_refused(job: Job) -> None:
     with pytest.raises(Refused, match="loaded"):
         job.run(replica, 0)
     with pytest.raises(Refused, match="version"):
-        replica.stage(StageSums("t", replica.layout_hash, 0, (MicroStepId("m"),), b""))
+        replica.require_fitting(StageSums("t", replica.layout_hash, 0, (MicroStepId("m"),), "float32", 1, "tcp:a:1", 1))
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ class Core:
             "temperature": 1.0,
             "micro_batch_tokens": 64,
             "threads": 1,
+            "sums_dtype": "float32",
             "far": None,
         }
         argv = (self._address, str(self._secret_file), json.dumps(config))
