@@ -16,7 +16,7 @@ from .etcd_server import EtcdCluster
 @pytest.fixture
 def wary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent watch has its endpoint checked soon."""
-    monkeypatch.setattr("gyre.store.etcd.watch.SILENT_S", 0.5)
+    monkeypatch.setattr("gyre.store.etcd.stream.SILENT_S", 0.5)
 
 
 @pytest.fixture

@@ -73,5 +73,9 @@ def watch_request(prefix: str, revision: int) -> Message:
     return message_class("WatchRequest")(create_request=create)
 
 
+def end_watch_request(number: int) -> Message:
+    return message_class("WatchRequest")(cancel_request=message_class("WatchCancelRequest")(watch_id=number))
+
+
 def reads_only(compares: Sequence[Compare], keys: Iterable[str]) -> Txn:
     return Txn(compares=tuple(compares), gets=tuple(Get(key) for key in keys))

@@ -13,6 +13,7 @@ from gyre.store.etcd.client import Answered, EtcdClient
 from gyre.store.etcd.lease import granted
 from gyre.store.etcd.receipts import Receipts
 from gyre.store.etcd.status import Failure
+from gyre.store.etcd.stream import Streams
 from gyre.store.etcd.watch import oldest_revision, watch
 from gyre.store.protocol import (
     Compacted,
@@ -39,6 +40,7 @@ class EtcdStore:
         self.client = EtcdClient(address)
         self._read_only = read_only
         self._receipts = Receipts(self.client)
+        self._streams = Streams(self.client)
 
     async def get(self, key: str) -> KeyValue | None:
         check_key(key)
@@ -69,7 +71,7 @@ class EtcdStore:
 
     async def watch(self, prefix: str, from_revision: int = 0) -> AsyncGenerator[Event, None]:
         revision = from_revision or (await self.range(prefix, limit=1)).revision + 1
-        async with aclosing(watch(self.client, prefix, revision)) as events:
+        async with aclosing(watch(self._streams, prefix, revision)) as events:
             async for event in events:
                 yield event
 
@@ -99,6 +101,7 @@ class EtcdStore:
     async def close(self) -> None:
         if not self.client.closed.is_set():
             await self._receipts.close()
+            await self._streams.close()
             await self.client.close()
 
     def _must_write(self) -> None:
@@ -109,7 +112,7 @@ class EtcdStore:
 
     async def _of_history(self, error: Answered, revision: int) -> GyreError:
         if error.kind is Failure.COMPACTED:
-            return Compacted(await oldest_revision(self.client))
+            return Compacted(await oldest_revision(self.client, self._streams))
         if error.kind is Failure.FUTURE:
             return BadInput("revision", revision, "the store has not come to it yet")
         return error
