@@ -122,7 +122,9 @@ class CellActor(Actor):
     # ------------------------------------------------------------------------------------------ what is heard
 
     def _look_at_order(self) -> None:
-        for order in self._orders.records:
+        seen = self._orders.items.get(self._site.keys.cell_role(self._cell))  # c10's key begins as c1's does
+        if seen is not None:
+            order = seen.record
             self.ref.tell(_Heard(role.DesiredRole(order.desired, order.epoch, order.token, order.traceparent)))
 
     @handles(Authority)

@@ -28,7 +28,7 @@ class Directory:
     def __init__(self, store: TypedStore, keys: Keys) -> None:
         self._keys = keys
         self._nodes = Mirror(store, keys.nodes, NodeRecord)
-        self._specs = Mirror(store, keys.cells, CellSpecRecord, suffix="/spec")
+        self._specs = Mirror(store, keys.cells, CellSpecRecord)
         self._children = Mirror(store, keys.children, ChildRecord)
         self._core = Mirror(store, keys.core, CoreRecord)
         self._leader = Mirror(store, keys.leader, LeaderRecord)

@@ -19,11 +19,10 @@ class Mirror(Generic[T]):
     """Records by key. `follow` is run by its actor as a task; `on_change` is called after the first listing and after
     every change. After a compaction it lists again, so nothing is missed but intermediate values."""
 
-    def __init__(self, store: TypedStore, prefix: str, cls: type[T], *, suffix: str = "") -> None:
+    def __init__(self, store: TypedStore, prefix: str, cls: type[T]) -> None:
         self._store = store
         self._prefix = prefix
         self._cls = cls
-        self._suffix = suffix
         self.items: dict[str, Versioned[T]] = {}
         self.listed = False
         """Whether it has been listed once: until then nothing is known, which is not to say that there is nothing."""
@@ -52,16 +51,14 @@ class Mirror(Generic[T]):
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         while True:
-            listing = await self._store.range(self._prefix, self._cls, suffix=self._suffix)
+            listing = await self._store.range(self._prefix, self._cls)
             self.items = {}
             for item in listing.items:
                 self.put(item)
             self.listed = True
             on_change()
             try:
-                async with aclosing(
-                    self._store.watch(self._prefix, self._cls, listing.revision + 1, suffix=self._suffix)
-                ) as changes:
+                async with aclosing(self._store.watch(self._prefix, self._cls, listing.revision + 1)) as changes:
                     async for change in changes:
                         if change.now is not None:
                             self.put(change.now)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gyre.actors.mirror import Mirror
 from gyre.actors.site import Site
-from gyre.ids import CellId, NodeId
+from gyre.ids import NodeId
 from gyre.sched.placement import Absence, Room, choose_core, in_batches, lost_with, placed
 from gyre.store.election import Verdict
 from gyre.store.protocol import Compare, Delete, Put
@@ -75,7 +75,7 @@ class Places:
 
     async def _place_core(self) -> None:
         site, held = self._site, self._site.directory.core
-        roles = {CellId(key.split("/")[-2]): seen.record.observed for key, seen in self._roles.items.items()}
+        roles = {site.keys.cell_of(key): seen.record.observed for key, seen in self._roles.items.items()}
         chosen = choose_core(
             held.record.cell if held else None,
             site.directory.cells,

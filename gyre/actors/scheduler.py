@@ -102,7 +102,7 @@ class SchedulerActor(Actor):
         root = site.keys.root
         self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
         self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
-        self._roles = Mirror(site.store, f"{root}cells/", CellRoleRecord, suffix="/role")
+        self._roles = Mirror(site.store, site.keys.roles, CellRoleRecord)
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._pins = Mirror(site.store, f"{root}pins/", PinRecord)
         self._drains = Mirror(site.store, site.keys.drains, DrainRecord)
@@ -445,7 +445,7 @@ class SchedulerActor(Actor):
         )
 
     def _seen_roles(self) -> dict[CellId, Versioned[CellRoleRecord]]:
-        return {CellId(key.split("/")[-2]): seen for key, seen in self._roles.items.items()}
+        return {self._site.keys.cell_of(key): seen for key, seen in self._roles.items.items()}
 
     def _pinned(self) -> dict[CellId, Role]:
         return {pin.cell: pin.role for pin in self._pins.records}

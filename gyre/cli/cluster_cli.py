@@ -114,14 +114,14 @@ def _role(text: str) -> Role:
 
 async def _cells(job: JobDir) -> list[tables.Row]:
     async with client.reading(job) as (store, keys):
-        specs = await store.range(f"{keys.root}cells/", CellSpecRecord, suffix="/spec")
-        roles = await store.range(f"{keys.root}cells/", CellRoleRecord, suffix="/role")
+        specs = await store.range(keys.cells, CellSpecRecord)
+        roles = await store.range(keys.roles, CellRoleRecord)
         pins = await store.range(f"{keys.root}pins/", PinRecord)
         core = await store.get(keys.core, CoreRecord)
     return tables.cell_rows(
         [item.record for item in specs.items],
         core.record.cell if core else None,
-        {CellId(item.key.split("/")[-2]): item.record for item in roles.items},
+        {keys.cell_of(item.key): item.record for item in roles.items},
         [item.record for item in pins.items],
     )
 
@@ -187,7 +187,7 @@ def _named(rows: list[tables.Row], node: str) -> tables.Row:
 async def _nodes(job: JobDir) -> list[tables.Row]:
     async with client.reading(job) as (store, keys):
         nodes = await store.range(keys.nodes, NodeRecord)
-        specs = await store.range(keys.cells, CellSpecRecord, suffix="/spec")
+        specs = await store.range(keys.cells, CellSpecRecord)
         runs = await store.range(f"{keys.root}runs/", RunRecord)
         drains = await store.range(keys.drains, DrainRecord)
         leader = await store.get(keys.leader, LeaderRecord)

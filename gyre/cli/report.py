@@ -88,8 +88,8 @@ async def read_books(store: Store, keys: Keys) -> Books:
     snapshot = await typed.get(keys.snapshot, SnapshotRecord)
     root = keys.root
 
-    async def records(under: str, cls: type[T], suffix: str = "") -> tuple[T, ...]:
-        return tuple(item.record for item in (await typed.range(f"{root}{under}/", cls, suffix=suffix)).items)
+    async def records(under: str, cls: type[T]) -> tuple[T, ...]:
+        return tuple(item.record for item in (await typed.range(f"{root}{under}/", cls)).items)
 
     return Books(
         job=job.record if job else None,
@@ -98,7 +98,7 @@ async def read_books(store: Store, keys: Keys) -> Books:
         groups=await records("groups", GroupRecord),
         runs=await records("runs", RunRecord),
         switches=tuple(sorted(await records("switches", SwitchRecord), key=lambda switch: switch.started_unix_s)),
-        cells=await records("cells", CellSpecRecord, "/spec"),
+        cells=await records("cells", CellSpecRecord),
     )
 
 

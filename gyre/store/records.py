@@ -329,14 +329,23 @@ class Keys:
 
     @property
     def cells(self) -> str:
-        """Prefix of the cells' specs and roles."""
+        """Prefix of the cells' specs, which every node watches."""
         return f"{self.root}cells/"
 
     def cell_spec(self, cell: CellId) -> str:
-        return f"{self.root}cells/{cell}/spec"
+        return f"{self.cells}{cell}"
+
+    @property
+    def roles(self) -> str:
+        """Prefix of the cells' roles, which change all the time: apart from the specs, so that few hear of it."""
+        return f"{self.root}roles/"
 
     def cell_role(self, cell: CellId) -> str:
-        return f"{self.root}cells/{cell}/role"
+        return f"{self.roles}{cell}"
+
+    def cell_of(self, role: str) -> CellId:
+        """The cell whose role lies at the key `role`."""
+        return CellId(role.removeprefix(self.roles))
 
     def pin(self, cell: CellId) -> str:
         return f"{self.root}pins/{cell}"

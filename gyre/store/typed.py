@@ -66,11 +66,7 @@ def versioned(kv: KeyValue, cls: type[T]) -> Versioned[T]:
 
 
 class TypedStore:
-    """A store, read and watched in records of a class that the caller names.
-
-    `suffix` picks the keys that end with it, where records of two classes lie under one prefix
-    (`cells/<id>/spec` and `cells/<id>/role`).
-    """
+    """A store, read and watched in records of a class that the caller names: all under a prefix are of one class."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -79,7 +75,7 @@ class TypedStore:
         kv = await _patiently(lambda: self.store.get(key))
         return None if kv is None else versioned(kv, cls)
 
-    async def range(self, prefix: str, cls: type[T], *, suffix: str = "") -> Listing[T]:
+    async def range(self, prefix: str, cls: type[T]) -> Listing[T]:
         """All of them, at one revision, however many pages that takes."""
         items: list[Versioned[T]] = []
         after, revision = "", 0
@@ -89,22 +85,19 @@ class TypedStore:
                     prefix, limit=_PAGE, after=after, revision=revision
                 )
             )
-            items += [versioned(kv, cls) for kv in page.items if kv.key.endswith(suffix)]
+            items += [versioned(kv, cls) for kv in page.items]
             revision = page.revision
             if not page.more:
                 return Listing(tuple(items), revision)
             after = page.items[-1].key
 
-    async def watch(
-        self, prefix: str, cls: type[T], from_revision: int = 0, *, suffix: str = ""
-    ) -> AsyncGenerator[Change[T], None]:
+    async def watch(self, prefix: str, cls: type[T], from_revision: int = 0) -> AsyncGenerator[Change[T], None]:
         """As `Store.watch`. Close it (`contextlib.aclosing`)."""
         async with aclosing(self.store.watch(prefix, from_revision)) as events:
             async for event in events:
-                if event.kv.key.endswith(suffix):
-                    now = versioned(event.kv, cls) if event.kind == "put" else None
-                    before = versioned(event.previous, cls) if event.previous else None
-                    yield Change(event.kind, event.kv.key, event.kv.mod_revision, now, before)
+                now = versioned(event.kv, cls) if event.kind == "put" else None
+                before = versioned(event.previous, cls) if event.previous else None
+                yield Change(event.kind, event.kv.key, event.kv.mod_revision, now, before)
 
     async def put(self, key: str, record: Any, lease: int = 0) -> int:
         """Write one record, whatever was there; the revision. A leader writes by `commit` of a fenced transaction."""

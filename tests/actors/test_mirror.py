@@ -112,8 +112,8 @@ async def test_a_mirror_goes_on_after_a_compaction(store: TypedStore) -> None:
 
     listed = store.range
 
-    async def range_then_compact(prefix: str, cls: type[Thing], *, suffix: str = ""):
-        listing = await listed(prefix, cls, suffix=suffix)
+    async def range_then_compact(prefix: str, cls: type[Thing]):
+        listing = await listed(prefix, cls)
         if changes == 0:  # between the first listing and its watch, history moves on and is compacted
             await store.put("things/a", Thing(1))
             revision = await store.put("things/a", Thing(2))

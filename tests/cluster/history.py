@@ -139,7 +139,7 @@ def _of_a_leader(write: Write, keys: Keys) -> str | None:
     if write.key.startswith(f"{keys.root}runs/"):
         run, before = write.now(RunRecord), write.before(RunRecord)
         return "placement" if before is None or before.node != run.node else None
-    if write.key.endswith("/role"):
+    if write.key.startswith(keys.roles):
         before = write.before(CellRoleRecord)
         return "order" if before is not None and write.now(CellRoleRecord).epoch != before.epoch else None
     return None

@@ -60,7 +60,7 @@ class Layout:
 STAGES = ("drain", "release", "resume", "weights", "load", "offload", "ship", "stage", "merge", "step", "micro-step")
 
 
-WRITES = ("leader", "snapshot", "job", "groups", "runs", "role", "switches")
+WRITES = ("leader", "snapshot", "job", "groups", "runs", "roles", "switches")
 """Parts of the keys by which a fault tells writes apart. `amount` 1: the write is carried out all the same."""
 
 

@@ -58,7 +58,7 @@ _RUN = {state: place for place, state in enumerate((RunState.QUEUED, RunState.LI
 _PLACES: dict[str, tuple[type[Any], Callable[[Any], tuple[int, ...]]]] = {
     "groups": (GroupRecord, lambda group: (int(group.state is GroupState.CONSUMED),)),
     "runs": (RunRecord, lambda run: (run.attempt, _RUN[run.state])),
-    "role": (CellRoleRecord, lambda order: (order.epoch, order.token)),
+    "roles": (CellRoleRecord, lambda order: (order.epoch, order.token)),
     "job": (JobRecord, lambda job: (int(job.state is not JobState.RUNNING), job.launched_groups, job.consumed_groups)),
 }
 
@@ -98,7 +98,7 @@ class Watch:
             self._forward(put)
             if put.key == keys.snapshot:
                 self._published(put, txn)
-            elif put.key.endswith("/role") and who == "scheduler":
+            elif put.key.startswith(keys.roles) and who == "scheduler":
                 self._ordered(put, leads)
         if who == "scheduler" and token != leads:
             self.violated(f"{writer} wrote {[put.key for put in txn.puts]} with token {token}, and {leads} leads")
@@ -106,7 +106,7 @@ class Watch:
     def _forward(self, put: Put) -> None:
         """What is written is no earlier than what was there."""
         kind = put.key.removeprefix(self._world.keys.root).partition("/")[0]
-        cls, place = _PLACES.get("role" if put.key.endswith("/role") else kind, (None, None))
+        cls, place = _PLACES.get(kind, (None, None))
         if cls is not None and place is not None:
             now_at = place(typed.unpack(put.value, cls))
             before = self._at.get(put.key)

@@ -542,9 +542,8 @@ class World:
         return [typed.versioned(kv, RunRecord).record for kv in page.items]
 
     def role_records(self) -> list[tuple[CellId, CellRoleRecord]]:
-        page = now(self.server.range(f"{self.keys.root}cells/"))
-        found = [kv for kv in page.items if kv.key.endswith("/role")]
-        return [(CellId(kv.key.split("/")[-2]), typed.versioned(kv, CellRoleRecord).record) for kv in found]
+        page = now(self.server.range(self.keys.roles))
+        return [(self.keys.cell_of(kv.key), typed.versioned(kv, CellRoleRecord).record) for kv in page.items]
 
     def routed(self) -> set[CellId]:
         """The cells whose engines the gateway gives requests to."""
