@@ -93,7 +93,8 @@ class SchedulerActor(Actor):
             staleness=spec.batch.staleness,
             heldout=spec.tasks.heldout,
         )
-        self._token = 0
+        self._term = 0
+        """The token of the election that was taken up last."""
         self._campaign = Campaign(
             site, lambda token: self.ref.tell(_Elected(token)), lambda why: self.ref.tell(_Deposed(why))
         )
@@ -136,7 +137,7 @@ class SchedulerActor(Actor):
 
     @handles(_Elected)
     async def on_elected(self, message: _Elected) -> None:
-        self._token = message.token
+        self._term = message.token
         self._places.begin()
         await self._ensure_job()
         if not self._following:
@@ -144,6 +145,11 @@ class SchedulerActor(Actor):
             for mirror in self._mirrors:
                 self.task(mirror.follow(self._wake))
         self._lead()
+
+    @property
+    def _token(self) -> int:
+        """Fences what is written now. 0 while we do not lead or cannot prove it, also for a handler that waited for long."""
+        return self._term if self._term == self._campaign.token else 0
 
     @property
     def _mirrors(self) -> tuple[Mirror[Any], ...]:
@@ -164,13 +170,11 @@ class SchedulerActor(Actor):
     @handles(_Deposed)
     async def on_deposed(self, message: _Deposed) -> None:
         self._site.say(f"not the leader any more: {message.why}")
-        self._token = 0
 
     @handles(ResignLeader, control=True)
     async def on_resign(self, _: ResignLeader) -> Ok:
         self._must_lead()
         self._site.say("the leader resigns, as it was told")
-        self._token = 0
         self._campaign.resign()
         return Ok()
 
@@ -196,10 +200,10 @@ class SchedulerActor(Actor):
             )
             absent = (Compare.created(site.keys.job, 0),)
             await self._commit((put_record(site.keys.job, job),), absent)
-        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None and self._token:
+        if await site.store.get(site.keys.snapshot, SnapshotRecord) is None and (token := self._token):
             _, digest = make_first_snapshot(site.model_dir, site.job.snapshots)
             first = SnapshotRecord(0, digest, site.node)
-            await site.store.commit(publish_snapshot_txn(site.keys, self._token, None, first))
+            await site.store.commit(publish_snapshot_txn(site.keys, token, None, first))
 
     def _wake(self) -> None:
         """One decision for any number of changes that came together."""
@@ -211,14 +215,12 @@ class SchedulerActor(Actor):
         self, puts: Sequence[Put], compares: Sequence[Compare] = (), deletes: Sequence[Delete] = ()
     ) -> Verdict:
         """One fenced transaction; stops leading when it turns out that another leads."""
-        if not self._token:
+        if not (token := self._token):
             return Verdict.DEPOSED
-        outcome = verdict(
-            await self._site.store.commit(fenced_txn(self._site.keys, self._token, compares, puts, deletes)),
-            self._token,
-        )
-        if outcome is Verdict.DEPOSED:
-            self._token = 0
+        result = await self._site.store.commit(fenced_txn(self._site.keys, token, compares, puts, deletes))
+        outcome = verdict(result, token)
+        if outcome is Verdict.DEPOSED and self._term == token:
+            self._term = 0
         return outcome
 
     # ------------------------------------------------------------------------------------------ deciding

@@ -194,6 +194,7 @@ class Watch:
 
     def look(self) -> None:
         world = self._world
+        self._leaders()
         self._owners()
         self._routed()
         sizes = {
@@ -213,6 +214,14 @@ class Watch:
                 self.violated(f"{size} {what}, at most {most} are right")
         for error in world.loop.errors:
             self.violated(f"nobody caught {error}")
+
+    def _leaders(self) -> None:
+        """Who goes by a token is the leader by the store too: it stops before another can begin."""
+        leads = self._world.leading()
+        for node in self._world.nodes.values():
+            token = node.token()
+            if token not in (0, leads):
+                self.violated(f"{node.name} goes by token {token}, and {leads} leads")
 
     def _owners(self) -> None:
         world = self._world

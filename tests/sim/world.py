@@ -298,6 +298,12 @@ class Node:
     gyred: asyncio.Task[None] | None = None
     tracing: SimTracing | None = None
 
+    def token(self) -> int:
+        """By which its scheduler leads; 0 when it does not."""
+        host = self.system.roots.get("scheduler") if self.system is not None and self.site is not None else None
+        scheduler = host._actor if host is not None else None
+        return scheduler._token if isinstance(scheduler, SchedulerActor) else 0
+
 
 class World:
     def __init__(self, seed: int, faults: Sequence[Fault], folder: Path) -> None:
