@@ -197,16 +197,8 @@ class LimitsSection(Section):
 class JournalSection(Section):
     fsync: Literal["call", "os"] = "call"
     """`call`: an answer is on the disk before it is complete at the harness. `os`: the kernel writes it when it likes."""
-    replicate_to: str = ""
-    """`host:port` of a peer that keeps a copy of every journal (a loopback address), or empty."""
-
-    @field_validator("replicate_to")
-    @classmethod
-    def _is_loopback(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host in ("127.0.0.1", "::1") and port.isdecimal() and 0 < int(port) <= 65535):
-            raise ValueError("give 127.0.0.1:port or ::1:port (a tunnel leads to another node), or nothing")
-        return value
+    copies: Annotated[int, Field(ge=0, le=1)] = 1
+    """On other nodes, of each journal and of what closed runs leave for training. A lone node has none."""
 
 
 class SchedulerSection(Section):

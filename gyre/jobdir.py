@@ -72,6 +72,11 @@ class JobDir:
         return self.root / "journal"
 
     @property
+    def copies(self) -> Path:
+        """Of other nodes' journals and trajectories."""
+        return self.root / "copies"
+
+    @property
     def trajectories(self) -> Path:
         return self.root / "trajectories"
 

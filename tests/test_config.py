@@ -112,8 +112,8 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
             "journal.fsync: 'never' is not allowed; input should be 'call'",
         ),
         (
-            ("steps = 3", "steps = 3\n[journal]\nreplicate_to = '10.0.0.1:7070'"),
-            "journal.replicate_to: '10.0.0.1:7070' is not allowed; give 127.0.0.1:port",
+            ("steps = 3", "steps = 3\n[journal]\ncopies = 2"),
+            "journal.copies: 2 is not allowed; input should be less than or equal to 1",
         ),
         (
             ("steps = 3", "steps = 3\n[checkpoint]\nkeep = 0"),

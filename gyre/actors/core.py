@@ -190,7 +190,10 @@ class CoreActor(Actor):
         if group.purpose is not Purpose.TRAIN:
             return
         if group.state is GroupState.SETTLED:
-            await self._plan(group)
+            if self._batch is not None and group.index in self._batch.plans:
+                await self._find_homes(group)
+            else:
+                await self._plan(group)
             await self._step_if_due()
         elif group.state is GroupState.OPEN and self._batch is not None and group.index in self._batch.plans:
             await self._reopened(group)
@@ -203,6 +206,13 @@ class CoreActor(Actor):
             return
         self._lose(f"{group.group} is run again")
         await self._begin(self._snapshot)
+
+    async def _find_homes(self, group: GroupRecord) -> None:
+        """Runs of it may be another node's by now, which has the copies of one that is gone."""
+        for run in group.runs:
+            found = await self._site.store.get(self._site.keys.run(run), RunRecord)
+            if found is not None and self._batch is not None and run in self._batch.homes:
+                self._batch.homes[run] = found.record.node
 
     async def _plan(self, group: GroupRecord) -> None:
         batch, spec = self._batch, self._site.spec

@@ -14,6 +14,7 @@ from gyre.store.records import (
     CellSpecRecord,
     ChildRecord,
     CoreRecord,
+    DrainRecord,
     Keys,
     LeaderRecord,
     NodeRecord,
@@ -30,6 +31,7 @@ class Directory:
         self._nodes = Mirror(store, keys.nodes, NodeRecord)
         self._specs = Mirror(store, keys.cells, CellSpecRecord)
         self._children = Mirror(store, keys.children, ChildRecord)
+        self._drains = Mirror(store, keys.drains, DrainRecord)
         self._core = Mirror(store, keys.core, CoreRecord)
         self._leader = Mirror(store, keys.leader, LeaderRecord)
         self._snapshot = Mirror(store, keys.snapshot, SnapshotRecord)
@@ -37,7 +39,7 @@ class Directory:
 
     @property
     def mirrors(self) -> tuple[Mirror[Any], ...]:
-        return (self._nodes, self._specs, self._children, self._core, self._leader, self._snapshot)
+        return (self._nodes, self._specs, self._children, self._drains, self._core, self._leader, self._snapshot)
 
     @property
     def listed(self) -> bool:
@@ -62,6 +64,11 @@ class Directory:
     def node(self, node: NodeId) -> NodeRecord | None:
         found = self._nodes.items.get(self._keys.node(node))
         return None if found is None else found.record
+
+    @property
+    def draining(self) -> set[NodeId]:
+        """The nodes of which a person has said so."""
+        return {drain.node for drain in self._drains.records}
 
     @property
     def specs(self) -> list[CellSpecRecord]:

@@ -31,6 +31,7 @@ from gyre.actors.messages import (
     RouteChanged,
     SetRoutes,
 )
+from gyre.actors.messages_journals import Copies, CopyTo, GetCopies, Taken, TakeOver
 from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
@@ -46,7 +47,7 @@ CHILD = "gateway"
 START_S = 120.0
 ASK_S = 30.0
 TELL_S = 300.0
-"""For a route to be told, the gateway's restart included."""
+"""For what it must know to be told, the gateway's restart included."""
 DRAIN_S = 120.0
 CLOSE_S = 300.0
 RETRY_S = 0.2
@@ -110,7 +111,8 @@ class GatewayActor(Actor):
             "request_bytes": spec.limits.request_bytes,
             "block_tokens": spec.cells.block_tokens,
             "fsync": spec.journal.fsync == "call",
-            "replicate_to": spec.journal.replicate_to,
+            "copies_dir": str(site.job.copies) if site.has_copies else None,
+            "node": site.node,
             "far": site.far(CHILD),
         }
         argv = (
@@ -150,6 +152,8 @@ class GatewayActor(Actor):
         try:
             if self._site.routes:  # else it goes by what it was told by an earlier gyred until the cells have spoken
                 await self._tell_routes(ASK_S)
+            if self._site.copy_to is not None:
+                await self._remote.ask(self._site.copy_to, ASK_S, Ok)
             for run in list(self._site.open_runs.values()):
                 await self._let_in(run)
         except Unavailable:  # it has died again, which is heard of
@@ -254,6 +258,21 @@ class GatewayActor(Actor):
             opened = self._site.open_runs.get(message.run)
             if opened is not None and opened.attempt <= message.attempt:
                 del self._site.open_runs[message.run]
+
+    # ------------------------------------------------------------------------------------------ copies of journals
+
+    @handles(CopyTo, concurrent=True)
+    async def copy_journals(self, message: CopyTo) -> Ok:
+        self._site.copy_to = message
+        return await self._ask(message, TELL_S, Ok)
+
+    @handles(GetCopies, concurrent=True)
+    async def copies(self, message: GetCopies) -> Copies:
+        return await self._ask(message, ASK_S, Copies)
+
+    @handles(TakeOver, concurrent=True)
+    async def take_over(self, message: TakeOver) -> Taken:
+        return await self._ask(message, ASK_S, Taken)
 
     @handles(GetGatewayStatus, concurrent=True)
     async def status(self, message: GetGatewayStatus) -> GatewayStatus:

@@ -14,11 +14,12 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from gyre.actors.far import Far, far_side
+from gyre.actors.far import Far, Ways, far_side
 from gyre.actors.messages import (
     CloseRun,
     DrainEngine,
@@ -32,21 +33,34 @@ from gyre.actors.messages import (
     Ping,
     SetRoutes,
 )
-from gyre.actors.remote import connect, serve
+from gyre.actors.messages_journals import (
+    AskHeld,
+    Copies,
+    CopyJournal,
+    CopyTo,
+    GetCopies,
+    Held,
+    PutAway,
+    Taken,
+    TakeOver,
+)
+from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.engine.access import http_key
 from gyre.errors import GyreError, Refused
 from gyre.jobdir import key_for
 from gyre.proxy.collector import calm_collector
 from gyre.proxy.gateway import Gateway, GatewayConfig
+from gyre.proxy.held_copies import HeldCopies
 from gyre.trajectory.records import RunTrace
 
 
 class GatewayFront(Actor):
-    """The gateway as its node and the replicas reach it."""
+    """The gateway as its node, the replicas and other nodes' gateways reach it."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, ways: Callable[[], Ways]) -> None:
         self._gateway = gateway
+        self._ways = ways
 
     @handles(Ping, concurrent=True)
     async def ping(self, _: Ping) -> Ok:
@@ -80,6 +94,39 @@ class GatewayFront(Actor):
     async def status(self, _: GetGatewayStatus) -> GatewayStatus:
         return self._gateway.status()
 
+    # ------------------------------------------------------------------------------------------ copies of journals
+
+    @handles(CopyTo)
+    async def copy_to(self, message: CopyTo) -> Ok:
+        self._gateway.copy_to(message, None if message.place is None else self._ways().to(message.place))
+        return Ok()
+
+    @handles(GetCopies, concurrent=True)
+    async def copies_status(self, _: GetCopies) -> Copies:
+        return self._gateway.copies_status()
+
+    @handles(TakeOver, concurrent=True)
+    async def take_over(self, message: TakeOver) -> Taken:
+        return await self._gateway.take_over(message)
+
+    @handles(AskHeld, concurrent=True)
+    async def held(self, message: AskHeld) -> Held:
+        return await asyncio.to_thread(self._copies.held, message)
+
+    @handles(CopyJournal, concurrent=True)
+    async def copy(self, message: CopyJournal) -> Held:
+        return await asyncio.to_thread(self._copies.copy, message)
+
+    @handles(PutAway, concurrent=True)
+    async def put_away(self, message: PutAway) -> Held:
+        return await asyncio.to_thread(self._copies.put_away, message)
+
+    @property
+    def _copies(self) -> HeldCopies:
+        if self._gateway.copies is None:
+            raise Refused("this gateway keeps no copies")
+        return self._gateway.copies
+
 
 async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
     """Serve until SIGTERM."""
@@ -89,18 +136,19 @@ async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
-    replicate_to, plain_far = config.pop("replicate_to"), config.pop("far")
+    if (copies_dir := config.pop("copies_dir")) is not None:
+        folders["copies_dir"] = Path(copies_dir)
+    far = Far(**plain) if (plain := config.pop("far")) else None
     async with AsyncExitStack() as stack:
-        peer = await stack.enter_async_context(connect(f"tcp:{replicate_to}", secret)) if replicate_to else None
-        settings = GatewayConfig(**folders, **config, engine_key=http_key(secret), metrics_key=metrics_key)
-        gateway = Gateway(settings, peer)
+        gateway = Gateway(GatewayConfig(**folders, **config, engine_key=http_key(secret), metrics_key=metrics_key))
         await gateway.start()
         calm_collector()
         stack.push_async_callback(gateway.stop)
         system = await stack.enter_async_context(ActorSystem.running("gateway"))
-        front = system.spawn("front", lambda: GatewayFront(gateway))
+        front = system.spawn("front", lambda: GatewayFront(gateway, lambda: ways))
+        ways = Ways(secret, await stack.enter_async_context(far_side(far, front)))
+        stack.push_async_callback(ways.close)
         await stack.enter_async_context(serve(front, address, secret))
-        await stack.enter_async_context(far_side(Far(**plain_far) if plain_far else None, front))
         await stopped.wait()
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from gyre import __version__
 from gyre.actors.all_gateways import AllGateways
+from gyre.actors.journal_copies import JournalCopies
 from gyre.actors.messages import (
     CloseRun,
     EndNode,
@@ -41,6 +42,7 @@ from gyre.actors.messages_gyrectl import (
     Trace,
     Version,
 )
+from gyre.actors.messages_journals import Copies, GetCopies, Taken, TakeOver
 from gyre.actors.messages_snapshots import HoldSnapshot
 from gyre.actors.mirror import Mirror
 from gyre.actors.run import RunActor, end_left_run
@@ -70,6 +72,7 @@ GATEWAY_EVERY_S = 0.5
 ORDER_S = 8.0
 """For the scheduler to answer a person's order; gyrectl waits a little longer."""
 CLOSE_S = 300.0
+COPIES_S = 3.0
 
 
 class NodeActor(Actor):
@@ -84,6 +87,7 @@ class NodeActor(Actor):
         self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
         self._steps = Mirror(site.store, f"{root}steps/", StepRecord)
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
+        self._copies = JournalCopies(site, self._groups)
         self._job = Mirror(site.store, site.keys.job, JobRecord)
         self._none_waits = asyncio.Event()
         """No run is queued for this node, as far as we have heard."""
@@ -92,8 +96,10 @@ class NodeActor(Actor):
         self._progress = Progress(1, 0, 0, 0, 0, 0, step_due=False, train_tokens_s=0.0)
 
     async def pre_start(self) -> None:
-        for mirror in (self._groups, self._steps, self._switches):
+        for mirror in (self._steps, self._switches):
             self.task(mirror.follow(lambda: None))
+        self.task(self._groups.follow(self._copies.look))
+        self.task(self._copies.follow())
         self.task(self._runs.follow(self._look_at_runs))
         self.task(self._end_stale())
         self.task(self._make_ready())
@@ -115,6 +121,7 @@ class NodeActor(Actor):
     def _look_at_runs(self) -> None:
         """What has settled is over, what was given to another node is ended here, and there may be more to start."""
         for item in list(self._runs.items.values()):
+            self._copies.saw(item.record)
             if item.record.state is RunState.SETTLED:
                 self._runs.drop(item.key, item.mod_revision)
             elif item.record.node != self._site.node and (live := self._live.get(item.record.run)) is not None:
@@ -193,6 +200,19 @@ class NodeActor(Actor):
     async def hold_snapshot(self, message: HoldSnapshot) -> Ok:
         await self._site.held.have(message.version, message.digest, message.node)
         return Ok()
+
+    # ------------------------------------------------------------------------------------------ copies of journals
+
+    @handles(TakeOver, concurrent=True)
+    async def take_over(self, message: TakeOver) -> Taken:
+        return await self._site.gateway.ask(message, ORDER_S, Taken)
+
+    @handles(GetCopies, concurrent=True)
+    async def copies(self, message: GetCopies) -> Copies:
+        site = self._site
+        if message.node != site.node:
+            return await site.on(message.node, "node").ask(message, COPIES_S, Copies)
+        return await site.gateway.ask(message, COPIES_S, Copies)
 
     # ------------------------------------------------------------------------------------------ the end
 

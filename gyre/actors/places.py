@@ -1,25 +1,32 @@
 """Nodes come and go: what a leader writes of it, as gyre.sched.placement says.
 
 The core is a cell of a node that is there; runs are given to nodes with room; what a node that is gone had (the core, its
-runs, tokens that nobody has trained) is given to others.
+runs, tokens that nobody has trained) is given to others: such tokens to the node that has their copy, and where there is
+none they are sampled again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from gyre.actors.messages_journals import Attempt, Taken, TakeOver
 from gyre.actors.mirror import Mirror
 from gyre.actors.site import Site
-from gyre.ids import NodeId
-from gyre.sched.placement import Absence, Room, choose_core, in_batches, lost_with, placed
+from gyre.errors import GyreError
+from gyre.ids import NodeId, RunId
+from gyre.sched.placement import Absence, Room, choose_core, in_batches, left_by, placed, taken_up
 from gyre.store.election import Verdict
 from gyre.store.protocol import Compare, Delete, Put
-from gyre.store.records import CellRoleRecord, CoreRecord, DrainRecord, GroupRecord, RunRecord
+from gyre.store.records import CellRoleRecord, CoreRecord, GroupRecord, RunRecord, RunState
 from gyre.store.typed import put_record
 
 GRACE_S = 5.0
 """After a node's lease has ended, or a leader has begun, before what the node had is given to others."""
+ASK_S = 2.0
+PATIENCE_S = 30.0
+"""For nodes to say what copies they have, before runs are run again that one of them may have."""
 
 
 class Commit(Protocol):
@@ -37,17 +44,17 @@ class Places:
         groups: Mirror[GroupRecord],
         runs: Mirror[RunRecord],
         roles: Mirror[CellRoleRecord],
-        drains: Mirror[DrainRecord],
         commit: Commit,
     ) -> None:
         self._site = site
         self._groups = groups
         self._runs = runs
         self._roles = roles
-        self._drains = drains
         self._commit = commit
         self._absence = Absence(GRACE_S)
         self._gone: frozenset[NodeId] = frozenset()
+        self._sought_s: float | None = None
+        """Since when copies are sought that somebody who has not answered may have."""
 
     def begin(self) -> None:
         """A new term: what was seen of nodes before it says nothing."""
@@ -65,13 +72,45 @@ class Places:
         if not gone:
             return
         records = {run.run: run for run in self._runs.records}
-        for group, runs in lost_with(gone, self._groups.records, records):
-            site.say(f"{group.group}: {len(runs)} runs are run again, for their tokens are gone with their node")
+        left = left_by(gone, self._groups.records, records)
+        kept = await self._kept([run for _, runs in left for run in runs], now_s)
+        if kept is None:
+            return
+        for group, runs in (taken_up(group, runs, kept) for group, runs in left):
+            again = sum(run.state is RunState.QUEUED for run in runs)
+            if again < len(runs):
+                site.say(f"{group.group}: {len(runs) - again} runs are trained from the copies of their journals")
+            if again:
+                site.say(f"{group.group}: {again} runs are run again, for their tokens are gone with their node")
             group_seen = self._groups.items[site.keys.group(group.group)]
             seen = [self._runs.items[site.keys.run(run.run)] for run in runs]
             compares = [Compare.modified(item.key, item.mod_revision) for item in (group_seen, *seen)]
             puts = [put_record(group_seen.key, group), *(put_record(site.keys.run(run.run), run) for run in runs)]
             await self._commit(puts, compares)
+
+    async def _kept(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, NodeId] | None:
+        """Which node has a copy of which of these runs; it makes them its own. None while one that may have some has
+        not answered, and there is patience left."""
+        site = self._site
+        kept: dict[RunId, NodeId] = {}
+        if not runs or not site.has_copies:
+            return kept
+        order = TakeOver(tuple(Attempt(run.run, run.attempt) for run in runs))
+        nodes = list(site.directory.nodes)
+        answers = await asyncio.gather(*(self._take_over(node, order) for node in nodes))
+        for node, taken in zip(nodes, answers, strict=True):
+            kept |= {each.run: node for each in taken.attempts} if taken is not None else {}
+        if len(kept) == len(runs) or None not in answers:
+            self._sought_s = None
+            return kept
+        self._sought_s = now_s if self._sought_s is None else self._sought_s
+        return kept if now_s - self._sought_s > PATIENCE_S else None
+
+    async def _take_over(self, node: NodeId, order: TakeOver) -> Taken | None:
+        try:
+            return await self._site.on(node, "node").ask(order, ASK_S, Taken)
+        except GyreError:
+            return None
 
     async def _place_core(self) -> None:
         site, held = self._site, self._site.directory.core
@@ -93,8 +132,8 @@ class Places:
 
     async def give_runs(self) -> None:
         site = self._site
-        draining = {drain.node for drain in self._drains.records}
-        rooms = [Room(node, item.record.max_live, node in draining) for node, item in site.directory.nodes.items()]
+        nodes, draining = site.directory.nodes, site.directory.draining
+        rooms = [Room(node, item.record.max_live, node in draining) for node, item in nodes.items()]
         in_order = sorted(self._runs.items.values(), key=lambda item: (item.create_revision, item.key))
         for changed in in_batches(placed([item.record for item in in_order], rooms, self._gone)):
             seen = [self._runs.items[site.keys.run(run.run)] for run in changed]

@@ -106,8 +106,7 @@ class SchedulerActor(Actor):
         self._roles = Mirror(site.store, site.keys.roles, CellRoleRecord)
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
         self._pins = Mirror(site.store, f"{root}pins/", PinRecord)
-        self._drains = Mirror(site.store, site.keys.drains, DrainRecord)
-        self._places = Places(site, self._groups, self._runs, self._roles, self._drains, self._commit)
+        self._places = Places(site, self._groups, self._runs, self._roles, self._commit)
         self._gateways = AllGateways(site)
         self._gateway: GatewayStatus | None = None
         """All gateways together, as last heard."""
@@ -153,7 +152,7 @@ class SchedulerActor(Actor):
 
     @property
     def _mirrors(self) -> tuple[Mirror[Any], ...]:
-        return (self._groups, self._runs, self._roles, self._switches, self._pins, self._drains)
+        return (self._groups, self._runs, self._roles, self._switches, self._pins)
 
     def _lead(self) -> None:
         """Tell the core whose token fences what it writes; again and again, since it may not have heard."""
@@ -538,7 +537,7 @@ class SchedulerActor(Actor):
     async def on_drain(self, message: DrainNode) -> Ok:
         self._must_lead()
         node, key = message.node, self._site.keys.drain(message.node)
-        if message.draining is any(drain.node == node for drain in self._drains.records):
+        if message.draining is (node in self._site.directory.draining):
             raise Refused(f"{node} is {'draining already' if message.draining else 'not draining'}")
         if message.draining:
             outcome = await self._commit((put_record(key, DrainRecord(node)),))

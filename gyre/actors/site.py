@@ -19,6 +19,7 @@ from gyre.actors.elsewhere import Elsewhere
 from gyre.actors.far import Far, read_address
 from gyre.actors.held import HeldSnapshots
 from gyre.actors.messages import EngineRoute, GatewayStatus, JobFailed, OpenRun, Place
+from gyre.actors.messages_journals import CopyTo
 from gyre.actors.outside import Outside
 from gyre.actors.peers import Peers
 from gyre.actors.remote import RemoteRef
@@ -91,6 +92,8 @@ class Site:
     """How each engine may be used, as its cell last told; kept here so that it outlives the gateway's actor."""
     open_runs: dict[RunId, OpenRun] = field(default_factory=dict[RunId, OpenRun])
     """The runs that the gateway was told to let in and not yet to close; kept here for the same reason."""
+    copy_to: CopyTo | None = None
+    """Where the gateway was told to have its journals copied; kept here for the same reason."""
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine has been open to the gateway."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -148,6 +151,11 @@ class Site:
         if there is None or self.peers is None:
             return None
         return self.peers.ref(node, there.address, actor, there.incarnation)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether journals have a copy at another node."""
+        return self.credentials is not None and self.spec.journal.copies > 0
 
     @property
     def core_cell(self) -> CellId | None:

@@ -21,11 +21,13 @@ from gyre.actors.messages_gyrectl import (
     Trace,
     Version,
 )
+from gyre.actors.messages_journals import Copies, GetCopies
 from gyre.actors.remote import connect
 from gyre.children import ProcessRef
 from gyre.cli.report import Books, Report, read_books, summarise
 from gyre.config import JobSpec
-from gyre.errors import BadInput, Unavailable
+from gyre.errors import BadInput, GyreError, Unavailable
+from gyre.ids import NodeId
 from gyre.jobdir import JobDir
 from gyre.store.open import cluster_of, keys_for, open_store
 from gyre.store.records import Keys
@@ -76,6 +78,14 @@ async def trace(job: JobDir, switch: str) -> tuple[SpanRecord, ...]:
 async def order(job: JobDir, message: object) -> None:
     """Have the job's gyred do something. Raises Refused with the reason, Unavailable when it does not answer."""
     await _ask(job, message, Ok, ORDER_S)
+
+
+async def copies(job: JobDir, node: NodeId) -> Copies | None:
+    """How the copies of a node's journals stand; None where its gateway does not answer, or has none."""
+    try:
+        return await _ask(job, GetCopies(node), Copies)
+    except GyreError:
+        return None
 
 
 async def version(job: JobDir) -> Version:

@@ -141,13 +141,15 @@ def list_nodes(folder: Dir = None, as_json: AsJson = False) -> None:
 
 @node_app.command("show")
 def show_node(node: Node, folder: Dir = None, as_json: AsJson = False) -> None:
-    """Show one node.
+    """Show one node, and which other one has the copies of its journals.
 
     gyrectl node show node-a
     """
 
     async def work() -> tables.Row:
-        return _named(await _nodes(client.find_job(folder)), node)
+        job = client.find_job(folder)
+        row = _named(await _nodes(job), node)
+        return row | tables.copies_row(await client.copies(job, NodeId(node)))
 
     show_row(done(work), as_json=as_json)
 

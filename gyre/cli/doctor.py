@@ -188,7 +188,9 @@ async def _cluster(job: JobDir, spec: JobSpec, base: Path) -> list[Finding]:
     found = await _peers(config, membership, others)
     folder = base / spec.checkpoint.dir if spec.checkpoint.dir else None
     checkpoints = findings.checkpoints(folder, len(nodes), there=folder is not None and folder.is_dir())
-    return [*found, *([checkpoints] if checkpoints else [])]
+    stand = await client.copies(job, config.name) if spec.journal.copies else None
+    copies = findings.copies(stand, len(nodes)) if stand is not None else None
+    return [*found, *(each for each in (checkpoints, copies) if each is not None)]
 
 
 async def _peers(config: NodeConfig, membership: Membership, others: list[NodeRecord]) -> list[Finding]:

@@ -8,6 +8,8 @@ from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 
+from gyre.actors.messages_journals import Copies
+
 
 class State(StrEnum):
     OK = "ok"
@@ -111,6 +113,18 @@ def checkpoints(folder: Path | None, nodes: int, *, there: bool) -> Finding | No
     if not there:
         return Finding("checkpoints", State.FAULT, f"{folder} is not there", "mount it on this node")
     return Finding("checkpoints", State.OK, f"are kept in {folder}")
+
+
+def copies(stand: Copies, nodes: int) -> Finding | None:
+    """Whether this node's journals have a copy, which its death does not take along. Nothing where it is alone."""
+    if nodes < 2 or not (stand.peer or stand.why):
+        return None
+    if not stand.why:
+        but = f", but for {_size(stand.behind_bytes)} on the way" if stand.behind_bytes else ""
+        return Finding("copies", State.OK, f"{stand.peer} has this node's journals{but}")
+    lacks = f"{stand.peer or 'every other node'} lacks {_size(stand.behind_bytes)} of this node's journals"
+    mend = "mend that node or the network: until then this node's death loses them"
+    return Finding("copies", State.WARNING, f"{lacks}: {stand.why}", mend)
 
 
 def versions(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> Finding:

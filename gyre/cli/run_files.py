@@ -13,6 +13,7 @@ from typing import Any
 from gyre.cli.client import read_spec
 from gyre.errors import BadInput, GyreError
 from gyre.jobdir import JobDir
+from gyre.proxy.held_copies import HeldCopies
 from gyre.proxy.journal_writer import Found, look_at_journal
 from gyre.proxy.journals import JournalPlace, find_journal, journals, segments
 from gyre.trajectory.replay import Replay, replay
@@ -29,7 +30,7 @@ class RunFile:
 
 
 class RunFiles:
-    """The journals of one job."""
+    """The journals of one job on this node, and the copies of others' that it has."""
 
     def __init__(self, job: JobDir) -> None:
         self._job = job
@@ -44,18 +45,25 @@ class RunFiles:
 
     def one(self, run: str, attempt: int | None) -> RunFile:
         """The run's last attempt, or the one that is named. Raises BadInput."""
-        return self._read(find_journal(self._job.journal, run, attempt))
+        return self._read(find_journal(self._places(), run, attempt))
 
     def some(self, runs: Sequence[str], attempt: int | None) -> Iterator[RunFile]:
         """The named runs, or every journal of the job that can be read."""
         if runs:
             yield from [self.one(run, attempt) for run in runs]
             return
-        for place in journals(self._job.journal):
+        for place in self._places():
             try:
                 yield self._read_or_closed(place)
             except BadInput as error:  # no file to read, torn in its first record, or of another time's format
                 self.unreadable.append(f"attempt {place.attempt}: {error}")
+
+    def _places(self) -> list[JournalPlace]:
+        """Every journal of this node's, and the copies of others' that it has; by run and attempt."""
+        own = journals(self._job.journal)
+        known = {(place.run, place.attempt) for place in own}
+        copies = [each for each in HeldCopies(self._job.copies).places() if (each.run, each.attempt) not in known]
+        return sorted([*own, *copies], key=lambda place: (place.run, place.attempt))
 
     def _read_or_closed(self, place: JournalPlace) -> RunFile:
         try:

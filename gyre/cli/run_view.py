@@ -44,6 +44,7 @@ def listed(file: RunFile) -> dict[str, Any]:
         "group": run.opened.group,
         "profile": run.opened.profile,
         "state": "open" if file.place.open else "closed",
+        "copy_of": file.place.copy_of,
         "damaged": file.damage,
         "failure": "" if run.closed is None else run.closed.failure,
         "calls": len(run.calls),
@@ -71,7 +72,7 @@ def list_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
         table.add_row(
             Text(visible(row["run"])),
             str(row["attempt"]),
-            row["state"],
+            row["state"] + (f", copy of {visible(row['copy_of'])}" if row["copy_of"] else ""),
             Text(visible(row["profile"])),
             f"{row['delivered_calls']} of {row['calls']}",
             f"{row['tokens']:,}",

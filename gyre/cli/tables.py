@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from gyre.actors.messages_journals import Copies
 from gyre.ids import CellId, NodeId
 from gyre.sched.launch import mean
 from gyre.store.records import (
@@ -77,6 +78,17 @@ def node_rows(
         }
         for node in sorted({spec.node for spec in specs} | set(there))
     ]
+
+
+def copies_row(copies: Copies | None) -> Row:
+    """Which node has the copies of a node's journals, and what it lacks; nothing where that is not known."""
+    if copies is None:
+        return {"copies_on": None, "copies_lack_bytes": None, "copies_lack_why": None}
+    return {
+        "copies_on": copies.peer or None,
+        "copies_lack_bytes": copies.behind_bytes,
+        "copies_lack_why": copies.why or None,
+    }
 
 
 def leader_row(leader: Versioned[LeaderRecord] | None, *, running: bool) -> Row:

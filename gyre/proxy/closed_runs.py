@@ -41,7 +41,7 @@ class ClosedRuns:
         """Put it on disk, whole or not at all. Raises StorageFull."""
         trace = closed.trace
         payload = pack(closed)
-        path = self._path(trace.run, trace.attempt)
+        path = self.path(trace.run, trace.attempt)
         draft = path.with_suffix(".draft")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -58,13 +58,17 @@ class ClosedRuns:
             ) from error
         self._remember(closed)
 
+    def path(self, run: RunId, attempt: int) -> Path:
+        """Where its file lies, or would."""
+        return lineages_path(self._folder, run, attempt)
+
     def read(self, run: RunId, attempt: int) -> ClosedRun | None:
         """The closed run, or None where there is none (or its file is damaged)."""
         known = self._recent.get((run, attempt))
         if known is not None:
             return known
         try:
-            data = self._path(run, attempt).read_bytes()
+            data = self.path(run, attempt).read_bytes()
         except FileNotFoundError:
             return None
         payload = data[_CHECKSUM_BYTES:]
@@ -92,8 +96,18 @@ class ClosedRuns:
         while len(self._recent) > _KEPT:
             self._recent.popitem(last=False)
 
-    def _path(self, run: RunId, attempt: int) -> Path:
-        return self._folder / f"{run}.{attempt}{_SUFFIX}"
+
+def lineages_path(folder: Path, run: RunId, attempt: int) -> Path:
+    return folder / f"{run}.{attempt}{_SUFFIX}"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is there, and its checksum is right."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return data[:_CHECKSUM_BYTES] == _checksum(data[_CHECKSUM_BYTES:])
 
 
 def _checksum(payload: bytes) -> bytes:

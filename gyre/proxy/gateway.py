@@ -25,11 +25,12 @@ from gyre.actors.messages import (
     OpenRun,
     SetRoutes,
 )
+from gyre.actors.messages_journals import Attempt, Copies, CopyTo, Taken, TakeOver
 from gyre.engine.client import EngineClient
 from gyre.errors import BadInput, Refused, StorageFull
 from gyre.harness.profiles import profile
 from gyre.harness.wire import GENERIC, Wire
-from gyre.ids import CellId, RunId
+from gyre.ids import CellId, NodeId, RunId
 from gyre.proxy.aside import Aside
 from gyre.proxy.closed_keys import ClosedKeys
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
@@ -38,13 +39,15 @@ from gyre.proxy.dialects.spoken import Spoken
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.front import Front
+from gyre.proxy.held_copies import HeldCopies
 from gyre.proxy.journal_writer import JournalWriter, read_journal
 from gyre.proxy.journals import closed_folder, open_folder, open_journals
 from gyre.proxy.live_run import Limits, LiveRun
 from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
-from gyre.proxy.replication import Peer, Replication
+from gyre.proxy.replication import NO_PEER, Peer, Replication
 from gyre.proxy.session import Session, opened_record
+from gyre.sched.placement import NOWHERE
 from gyre.trajectory.journal import CallStarted, RunClosed, RunOpened
 from gyre.trajectory.records import RunTrace
 
@@ -58,6 +61,10 @@ class GatewayConfig:
     trajectories_dir: Path
     model_dir: Path
     context_tokens: int
+    copies_dir: Path | None = None
+    """Of other nodes' journals. None: no journal has a copy at another node, ours neither."""
+    node: NodeId = NOWHERE
+    """Whose gateway it is, for those that keep copies."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one, and the same again after a restart."""
@@ -77,11 +84,11 @@ class GatewayConfig:
 
 
 class Gateway:
-    """`peer` keeps copies of the journals; without one there are none."""
-
-    def __init__(self, config: GatewayConfig, peer: Peer | None = None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self._replication = None if peer is None else Replication(peer)
+        self._replication = None if config.copies_dir is None else Replication(config.node)
+        self.copies = None if config.copies_dir is None else HeldCopies(config.copies_dir)
+        """Those that are kept here."""
         self._open_dir = config.journal_dir / "open"
         self._closed_dir = config.journal_dir / "closed"
         self._rendering = Rendering(config.model_dir, config.renderer, thinking=config.thinking)
@@ -214,7 +221,17 @@ class Gateway:
             self._failed[order.run] = session.failure
         self._metering.closed(trace)
         self._retire(live)
+        if self._replication is not None:  # what is settled outlives this node
+            attempt = Attempt(order.run, order.attempt)
+            await self._replication.closed(attempt, *self._left_by(attempt)).whole()
         return trace
+
+    def _left_by(self, attempt: Attempt) -> tuple[Path, Path | None]:
+        """A closed run's journal and lineages, on disk."""
+        closed = closed_folder(self.config.journal_dir, attempt.run, attempt.attempt)
+        folder = closed if closed.is_dir() else self._folder(attempt.run, attempt.attempt)
+        lineages = self._closed.path(attempt.run, attempt.attempt)
+        return folder, lineages if lineages.exists() else None
 
     def lineages(self, order: GetLineages) -> Lineages:
         return Lineages(self._closed.lineages(order.run, order.attempt, order.indices))
@@ -237,6 +254,32 @@ class Gateway:
             },
         )
 
+    # ------------------------------------------------------------------------------------------ copies of journals
+
+    def copy_to(self, order: CopyTo, peer: Peer | None) -> None:
+        """Have the journals' copies there from now on: those of open runs, and of the closed ones that are named."""
+        if self._replication is None:
+            raise Refused("this gateway's journals have no copies")
+        why = f"where {order.node} is reached is not known just now" if order.node else NO_PEER
+        self._replication.go_to(order.node, peer, why)
+        self._replication.keep(order.closed)
+        for attempt in order.closed:
+            folder, lineages = self._left_by(attempt)
+            if attempt not in self._replication and folder.is_dir():
+                self._replication.closed(attempt, folder, lineages)
+
+    def copies_status(self) -> Copies:
+        if self._replication is None:
+            raise Refused("this gateway's journals have no copies")
+        return self._replication.status()
+
+    async def take_over(self, order: TakeOver) -> Taken:
+        """Make runs of a node that is gone ours, as far as their copies here are whole."""
+        if self.copies is None:
+            return Taken(())
+        folders = self.config.journal_dir, self.config.trajectories_dir
+        return Taken(await asyncio.to_thread(self.copies.take_over, order.attempts, *folders))
+
     # ------------------------------------------------------------------------------------------ the front's side
 
     def admit(self, run: str, key: str) -> LiveRun:
@@ -256,7 +299,7 @@ class Gateway:
             wanted.encode(), authorization.encode("utf-8", "replace")
         ):
             return None
-        behind_bytes = 0 if self._replication is None else self._replication.behind_bytes
+        behind_bytes = 0 if self._replication is None else self._replication.status().behind_bytes
         return self._metering.render(self.status(), behind_bytes)
 
     # ------------------------------------------------------------------------------------------ private
@@ -266,7 +309,7 @@ class Gateway:
 
     def _journal(self, run: RunId, attempt: int) -> JournalWriter:
         folder = self._folder(run, attempt)
-        replica = None if self._replication is None else self._replication.link(run, attempt, folder)
+        replica = None if self._replication is None else self._replication.link(Attempt(run, attempt), folder)
         return JournalWriter(folder, fsync=self.config.fsync, replica=replica)
 
     def _folder(self, run: RunId, attempt: int) -> Path:
@@ -294,8 +337,6 @@ class Gateway:
             folder.parent.rmdir()
         except OSError as error:
             _log.warning("the journal of run %s stays among the open ones: %s", run, error)
-        if self._replication is not None:
-            self._replication.put_away(run, attempt, closed)
 
     async def _discard(self, live: LiveRun) -> None:
         """A higher attempt begins: what this one did is of no more use."""
@@ -303,6 +344,8 @@ class Gateway:
         opened = live.session.opened
         await live.close_journal(RunClosed(run=opened.run, attempt=opened.attempt, failure="a later attempt began"))
         self._retire(live)
+        if self._replication is not None:
+            self._replication.forget(Attempt(opened.run, opened.attempt))
 
     def _restore(self) -> None:
         """Open again what the journals say was open, and know what is closed."""

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.errors import BadInput
-from gyre.ids import RunId
+from gyre.ids import NodeId, RunId
+from gyre.sched.placement import NOWHERE
 
 _SUFFIX = ".journal"
 _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -24,6 +26,8 @@ class JournalPlace:
     attempt: int
     open: bool
     folder: Path
+    copy_of: NodeId = NOWHERE
+    """The node whose journal it is a copy of; none for one's own."""
 
 
 def open_folder(root: Path, run: RunId, attempt: int) -> Path:
@@ -49,12 +53,12 @@ def journals(root: Path) -> list[JournalPlace]:
     return [places[key] for key in sorted(places)]
 
 
-def find_journal(root: Path, run: str, attempt: int | None) -> JournalPlace:
+def find_journal(places: Sequence[JournalPlace], run: str, attempt: int | None) -> JournalPlace:
     """The journal of a run's attempt, or of its last one. Raises BadInput where there is none."""
-    found = [place for place in journals(root) if place.run == run and attempt in (None, place.attempt)]
+    found = [place for place in places if place.run == run and attempt in (None, place.attempt)]
     if not found:
         named = run if attempt is None else f"{run}, attempt {attempt}"
-        raise BadInput("run", named, f"a run with a journal under {root}; `gyrectl run list` names them")
+        raise BadInput("run", named, "a run with a journal on this node; `gyrectl run list` names them")
     return found[-1]
 
 

@@ -37,9 +37,9 @@ class Metering:
             self._metrics.forks.labels(reason).inc(count)
         self._metrics.tree_faults.inc(len(trace.faults))
 
-    def render(self, status: GatewayStatus, replica_behind_bytes: int) -> bytes:
+    def render(self, status: GatewayStatus, copy_behind_bytes: int) -> bytes:
         metrics = self._metrics
-        metrics.replica_behind_bytes.set(replica_behind_bytes)
+        metrics.copy_behind_bytes.set(copy_behind_bytes)
         metrics.open_runs.set(status.open_runs)
         metrics.calls_waiting.set(status.calls_waiting)
         for cell, count in status.in_flight.items():

@@ -1,174 +1,183 @@
-"""A second copy of every journal, at one peer: the death of a node then loses no settled call.
+"""A second copy of every journal, with another node's gateway: the death of a node then loses no settled call.
 
-The gateway that writes has a `Replication`, and each of its journals a `ReplicaLink`: it sends what the journal's files
-hold and the peer does not, always from the files, so that catching up after a while without the peer is the same as
-keeping up. The peer has a `JournalReplica`: it appends what comes, and answers once its disk has it. Its folder is laid
-out as a gateway's own, so a gateway that is started on it goes on with every run.
+A gateway has one `Replication`, and each of its journals a `ReplicaLink`: it sends what the journal's files hold and the
+peer does not, always from the files, so that catching up after a while without the peer, or with a new one, is the same
+as keeping up. A closed run's lineages follow its journal. The peer's side is gyre.proxy.held_copies.
 
-An answer waits for the peer as it waits for the disk. While the peer cannot be reached, or takes longer than `COPY_S`, answers
-do not wait for it: that is logged once, and told by the metric `gyre_journal_replica_behind_bytes` until it has all.
+An answer waits for the peer as it waits for the disk, and a run is closed when its copy is whole. While there is no peer,
+or it cannot be reached, or takes longer than `COPY_S`, nothing waits for it: that is logged once a run, and told by
+`Replication.status` and the metric `gyre_journal_copy_behind_bytes` until it has all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import xxhash
 
-from gyre.errors import BadInput, GyreError, StorageFull
-from gyre.ids import RunId
-from gyre.proxy.journals import closed_folder, open_folder, segment_path, segments
-from gyre.wire import record
+from gyre.actors.messages_journals import AskHeld, Attempt, Copies, CopyJournal, Held, PutAway
+from gyre.errors import GyreError, Refused
+from gyre.ids import NodeId, RunId
+from gyre.proxy.held_copies import LINEAGES, PIECE_BYTES, checksum_of
+from gyre.proxy.journals import segment_path, segments
+from gyre.sched.placement import NOWHERE
 
 R = TypeVar("R")
 
 COPY_S = 5.0
 """The longest an answer waits for the peer."""
-PIECE_BYTES = 1024 * 1024
+NO_PEER = "no other node can have it"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _log = logging.getLogger(__name__)
 
 
-@record("journal.held")
-@dataclass(frozen=True)
-class AskHeld:
-    """What does the peer hold of a segment? -> Held."""
-
-    run: RunId
-    attempt: int
-    segment: int
-
-
-@record("journal.copy")
-@dataclass(frozen=True)
-class CopyJournal:
-    """Bytes of a segment from `offset` on; what the peer has behind that is not the writer's and goes. -> Held."""
-
-    run: RunId
-    attempt: int
-    segment: int
-    offset: int
-    data: bytes
-    checksum: int
-    """xxh3-64 of the data."""
-
-
-@record("journal.put_away")
-@dataclass(frozen=True)
-class PutAway:
-    """The run is closed: its journal moves among the closed ones. -> Held."""
-
-    run: RunId
-    attempt: int
-
-
-@record("journal.holds")
-@dataclass(frozen=True)
-class Held:
-    """On the peer's disk: so many bytes of the segment, with this xxh3-64."""
-
-    bytes: int
-    checksum: int
-
-
 class Peer(Protocol):
-    """The way to the peer: a reference to its actor."""
+    """The way to the peer: a reference to its gateway's actor."""
 
     async def ask(self, message: object, deadline_s: float, reply: type[R]) -> R: ...
 
 
-# ------------------------------------------------------------------------------------------------ the writer's side
-
-
 class Replication:
-    """All journals of one gateway, as they are copied."""
+    """All journals of the gateway of node `me`, as they are copied. Until it is told of a peer, one is waited for."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._links: set[ReplicaLink] = set()
+    def __init__(self, me: NodeId) -> None:
+        self.me = me
+        self.node = NOWHERE
+        """Whose gateway has the copies."""
+        self.peer: Peer | None = None
+        self.why = NO_PEER
+        """Why there is no way to a peer, while there is none."""
+        self._told = False
+        self._links: dict[Attempt, ReplicaLink] = {}
 
-    def link(self, run: RunId, attempt: int, folder: Path) -> ReplicaLink:
+    def link(self, attempt: Attempt, folder: Path) -> ReplicaLink:
         """Copy the journal in `folder` from now on."""
-        link = ReplicaLink(self._peer, run, attempt, folder, self._links.discard)
-        self._links.add(link)
+        link = self._links[attempt] = ReplicaLink(self, attempt, folder)
+        if self._told:
+            link.begin()
         return link
 
-    def put_away(self, run: RunId, attempt: int, folder: Path) -> None:
-        """The journal is closed and now lies in `folder`."""
-        for link in self._links:
-            if (link.run, link.attempt) == (run, attempt):
-                link.put_away(folder)
+    def go_to(self, node: NodeId, peer: Peer | None, why: str = NO_PEER) -> None:
+        """Have the copies with this node; one that is new gets all that there is. Without a way to it, `why` is told."""
+        same = self._told and node == self.node and (peer is None) == (self.peer is None)
+        self.node, self.peer, self.why, self._told = node, peer, why, True
+        if not same:
+            for link in self._links.values():
+                link.begin()
 
-    @property
-    def behind_bytes(self) -> int:
-        """Bytes of journals that the peer is not known to have."""
-        return sum(link.behind_bytes() for link in self._links)
+    def closed(self, attempt: Attempt, folder: Path, lineages: Path | None) -> ReplicaLink:
+        """The journal is closed and lies in `folder` now; beside it the lineages that are to be had of it."""
+        link = self._links.get(attempt) or self.link(attempt, folder)
+        link.closed(folder, lineages)
+        return link
+
+    def keep(self, attempts: Collection[Attempt]) -> None:
+        """Of the closed journals only these are to have a copy."""
+        for attempt, link in tuple(self._links.items()):
+            if link.is_closed and attempt not in attempts:
+                self.forget(attempt)
+
+    def forget(self, attempt: Attempt) -> None:
+        """Copy this journal no more."""
+        if (link := self._links.pop(attempt, None)) is not None:
+            link.end()
+
+    def __contains__(self, attempt: Attempt) -> bool:
+        return attempt in self._links
+
+    def status(self) -> Copies:
+        behind = [(size, link.why) for link in self._links.values() if (size := link.behind_bytes())]
+        why = next((why for _, why in behind if why), "")
+        return Copies(self.node, len(behind), sum(size for size, _ in behind), why)
 
     async def close(self) -> None:
         """Stop copying. What the peer lacks it gets when the journals are opened again."""
-        for link in tuple(self._links):
-            await link.close()
+        tasks = [task for link in self._links.values() if (task := link.end()) is not None]
+        self._links.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ReplicaLink:
-    """One journal and its copy. Positions are (segment, bytes of it)."""
+    """One journal and its copy. Positions are (file, bytes of it); the files are the segments, and then the lineages."""
 
-    def __init__(
-        self, peer: Peer, run: RunId, attempt: int, folder: Path, ended: Callable[[ReplicaLink], None]
-    ) -> None:
-        self.run = run
-        self.attempt = attempt
-        self._peer = peer
+    def __init__(self, replication: Replication, attempt: Attempt, folder: Path) -> None:
+        self._replication = replication
+        self._attempt = attempt
         self._folder = folder
-        self._ended = ended
+        self._lineages: Path | None = None
+        self.is_closed = False
+        self.why = ""
+        """Why the copy lags, while it does."""
+        self._whole = False
+        """The peer has said that it has all files of the closed journal."""
         self._written = (0, 0)
         self._copied = (0, 0)
         self._agreed = False
         """Whether the peer was asked what it holds since it could be reached last."""
-        self._lags = False
-        self._closed = False
         self._changed = asyncio.Condition()
         self._news = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._keep_up(), name=f"copy the journal of {run}")
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------ the journal's side
 
     def wrote(self, segment: int, size: int) -> None:
         """The journal's files now reach so far."""
         self._written = segment, size
         self._news.set()
 
-    def put_away(self, folder: Path) -> None:
-        self._folder = folder
-        self._closed = True
+    def closed(self, folder: Path, lineages: Path | None) -> None:
+        self._folder, self._lineages, self.is_closed = folder, lineages, True
+        if files := self._files():
+            self._written = len(files) - 1, files[-1].stat().st_size
         self._news.set()
 
     async def caught_up(self) -> None:
         """Return when the peer has all that was written so far, or when it is not to be waited for."""
         wanted = self._written
-        try:
-            async with asyncio.timeout(COPY_S), self._changed:
-                await self._changed.wait_for(lambda: self._lags or self._copied >= wanted)
-        except TimeoutError:
-            self._fall_behind(f"the peer did not take it within {COPY_S:g} s")
+        await self._until(lambda: self._copied >= wanted)
+
+    async def whole(self) -> None:
+        """As `caught_up`, of a closed journal: when the copy is one that can be taken over."""
+        await self._until(lambda: self._whole)
 
     def behind_bytes(self) -> int:
         if self._copied >= self._written:
             return 0
-        sizes = [path.stat().st_size for path in segments(self._folder)[self._copied[0] :]]
-        return sum(sizes) - self._copied[1]
+        try:
+            sizes = [path.stat().st_size for path in self._files()[self._copied[0] :]]
+        except OSError:  # it is put away at this moment
+            return 1
+        return max(1, sum(sizes) - self._copied[1])
 
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._ended(self)
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(COPY_S), self._changed:
+                await self._changed.wait_for(lambda: bool(self.why) or reached())
+        except TimeoutError:
+            self._fall_behind(f"the peer did not take it within {COPY_S:g} s")
+
+    # ------------------------------------------------------------------------------------------ the way to the peer
+
+    def begin(self) -> None:
+        """Begin with the peer as it is now, of which nothing is known."""
+        self.end()
+        self._copied, self._agreed, self._whole = (0, 0), False, False
+        work = self._keep_up() if self._replication.peer is not None else self._lag()
+        self._task = asyncio.get_running_loop().create_task(work, name=f"copy the journal of {self._attempt.run}")
+
+    def end(self) -> asyncio.Task[None] | None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        return task
+
+    async def _lag(self) -> None:
+        self._fall_behind(self._replication.why)
+        await self._wake()
 
     async def _keep_up(self) -> None:
         pause_s = _SHORTEST_PAUSE_S
@@ -177,10 +186,8 @@ class ReplicaLink:
                 while self._copied < self._written:
                     await self._copy_on()
                     pause_s = _SHORTEST_PAUSE_S
-                if self._closed:
-                    await self._peer.ask(PutAway(self.run, self.attempt), COPY_S, Held)
-                    self._ended(self)
-                    return
+                if self.is_closed and not self._whole:
+                    await self._put_away()
             except GyreError as error:
                 self._agreed = False
                 self._fall_behind(str(error))
@@ -193,42 +200,74 @@ class ReplicaLink:
                 await self._wake()
                 await asyncio.sleep(pause_s)
                 continue
-            if self._lags:
-                _log.info("run %s: its journal's copy has all again", self.run)
-                self._lags = False
+            if self.why:
+                _log.info("run %s: its journal's copy has all again", self._attempt.run)
+                self.why = ""
             await self._wake()
             await self._news.wait()
             self._news.clear()
 
     async def _copy_on(self) -> None:
         """Send one piece; the first time, find out where to begin."""
-        segment, offset = self._copied
-        path = segment_path(self._folder, segment)
+        number, offset = self._copied
+        path = self._file(number)
         if not self._agreed:
-            held = await self._peer.ask(AskHeld(self.run, self.attempt, segment), COPY_S, Held)
-            whole = await asyncio.to_thread(_checksum_of, path, held.bytes)
+            held = await self._ask(AskHeld(*self._named, self._name(number)))
+            whole = await asyncio.to_thread(checksum_of, path, held.bytes)
             # A copy that is not the beginning of what we have is no copy: it is made anew.
-            self._copied = segment, held.bytes if whole == held.checksum else 0
+            self._copied = number, held.bytes if whole == held.checksum else 0
             self._agreed = True
             return
         data = await asyncio.to_thread(_piece, path, offset)
         if not data:
-            if segment >= self._written[0]:
+            if number >= self._written[0]:
                 raise OSError(f"{path.name} ends before what was written to it")
-            self._copied, self._agreed = (segment + 1, 0), False
+            self._copied, self._agreed = (number + 1, 0), False
             return
-        message = CopyJournal(self.run, self.attempt, segment, offset, data, xxhash.xxh3_64_intdigest(data))
-        held = await self._peer.ask(message, COPY_S, Held)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        held = await self._ask(CopyJournal(*self._named, self._name(number), offset, data, checksum))
         if held.bytes != offset + len(data):
             self._agreed = False
             return
-        self._copied = segment, held.bytes
+        self._copied = number, held.bytes
         await self._wake()
 
+    async def _put_away(self) -> None:
+        sizes = {self._name(number): path.stat().st_size for number, path in enumerate(self._files())}
+        try:
+            await self._ask(PutAway(*self._named, sizes))
+        except Refused:  # the peer has lost some of it meanwhile
+            self._copied = 0, 0
+            raise
+        self._whole = True
+
+    @property
+    def _named(self) -> tuple[NodeId, RunId, int]:
+        return self._replication.me, self._attempt.run, self._attempt.attempt
+
+    async def _ask(self, message: object) -> Held:
+        peer = self._replication.peer
+        assert peer is not None, "the link begins anew when the peer changes"
+        return await peer.ask(message, COPY_S, Held)
+
+    # ------------------------------------------------------------------------------------------ its files
+
+    def _files(self) -> list[Path]:
+        return [*segments(self._folder), *([self._lineages] if self._lineages is not None else ())]
+
+    def _file(self, number: int) -> Path:
+        if self._lineages is not None and number >= self._written[0]:
+            return self._lineages
+        return segment_path(self._folder, number)
+
+    def _name(self, number: int) -> str:
+        return LINEAGES if self._file(number) == self._lineages else segment_path(self._folder, number).name
+
     def _fall_behind(self, reason: str) -> None:
-        if not self._lags:
-            _log.warning("run %s goes on without the copy of its journal: %s", self.run, reason)
-        self._lags = True
+        if not self.why:
+            run = self._attempt.run
+            _log.warning("run %s goes on without the copy of its journal: %s", run, reason)
+        self.why = reason
 
     async def _wake(self) -> None:
         async with self._changed:
@@ -239,91 +278,3 @@ def _piece(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(PIECE_BYTES)
-
-
-def _checksum_of(path: Path, size: int) -> int:
-    """Of the file's first `size` bytes; -1 where it is shorter."""
-    digest = xxhash.xxh3_64()
-    left = size
-    with path.open("rb") as file:
-        while left > 0:
-            data = file.read(min(left, PIECE_BYTES))
-            if not data:
-                return -1
-            digest.update(data)
-            left -= len(data)
-    return digest.intdigest()
-
-
-# ------------------------------------------------------------------------------------------------ the peer's side
-
-
-class JournalReplica:
-    """The copies of another gateway's journals, under `root`. Its methods block; one journal's messages come in order."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def held(self, message: AskHeld) -> Held:
-        return self._held(self._path(message.run, message.attempt, message.segment))
-
-    def copy(self, message: CopyJournal) -> Held:
-        """Append the data and return once the disk has it. Where bytes before it are missing, nothing is written."""
-        if xxhash.xxh3_64_intdigest(message.data) != message.checksum:
-            raise BadInput("checksum", message.checksum, "it must be that of the data")
-        path = self._path(message.run, message.attempt, message.segment)
-        try:
-            new = not path.exists()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                if os.fstat(handle).st_size < message.offset:
-                    return Held(os.fstat(handle).st_size, 0)
-                os.ftruncate(handle, message.offset)
-                os.lseek(handle, message.offset, os.SEEK_SET)
-                view = memoryview(message.data)
-                while view:
-                    view = view[os.write(handle, view) :]
-                os.fdatasync(handle)
-            finally:
-                os.close(handle)
-            if new:
-                for folder in (path.parent, path.parent.parent, self._root / "open"):
-                    _sync_folder(folder)
-        except OSError as error:
-            raise StorageFull(f"the copy of run {message.run}'s journal: {error.strerror or error}") from error
-        return Held(message.offset + len(message.data), 0)
-
-    def put_away(self, message: PutAway) -> Held:
-        folder = open_folder(self._root, _named(message.run), message.attempt)
-        target = closed_folder(self._root, message.run, message.attempt)
-        with suppress(FileNotFoundError):  # it was put away before, and the answer was lost
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(target)
-            with suppress(OSError):
-                folder.parent.rmdir()
-        return Held(0, 0)
-
-    def _path(self, run: RunId, attempt: int, segment: int) -> Path:
-        return segment_path(open_folder(self._root, _named(run), attempt), segment)
-
-    def _held(self, path: Path) -> Held:
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            return Held(0, xxhash.xxh3_64_intdigest(b""))
-        return Held(size, _checksum_of(path, size))
-
-
-def _named(run: RunId) -> RunId:
-    if not _RUN_NAME.fullmatch(run):
-        raise BadInput("run", run, "letters, digits, '.', '_' and '-', not more than 128")
-    return run
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

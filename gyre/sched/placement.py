@@ -1,4 +1,4 @@
-"""Which node a run is given to, and what of a node that is gone has to be done again: pure, from the job's records.
+"""Which node a run is given to, and what becomes of the runs of a node that is gone: pure, from the job's records.
 
 A node is given as many runs as it has live at a time; the rest waits without a node, so that no run waits for hours behind
 others while a node is free. A lone node is given all of them: it need not ask for its next, and what waits there is
@@ -77,26 +77,16 @@ def placed(runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[No
     return changed
 
 
-def lost_with(
+def left_by(
     gone: Collection[NodeId], groups: Sequence[GroupRecord], runs: Mapping[RunId, RunRecord]
 ) -> list[tuple[GroupRecord, list[RunRecord]]]:
-    """Training groups that are not trained yet, with the settled runs whose tokens are gone with their node: both as
-    they are then, the group open and the runs queued for their next attempt."""
+    """Training groups that are not trained yet, with the settled runs whose tokens lay on a node that is gone."""
     found: list[tuple[GroupRecord, list[RunRecord]]] = []
     for group in groups:
         if group.purpose is not Purpose.TRAIN or group.state is GroupState.CONSUMED:
             continue
-        again = [
-            replace(
-                run,
-                state=RunState.QUEUED,
-                attempt=run.attempt + 1,
-                node=NOWHERE,
-                outcome=None,
-                reward=None,
-                reason="",
-                trace=None,
-            )
+        left = [
+            run
             for name in group.runs
             if (run := runs.get(name)) is not None
             and run.state is RunState.SETTLED
@@ -104,9 +94,33 @@ def lost_with(
             and run.trace is not None
             and run.trace.lineages
         ]
-        if again:
-            found.append((replace(group, state=GroupState.OPEN), again))
+        if left:
+            found.append((group, left))
     return found
+
+
+def taken_up(
+    group: GroupRecord, left: Sequence[RunRecord], kept: Mapping[RunId, NodeId]
+) -> tuple[GroupRecord, list[RunRecord]]:
+    """The group and those runs as they are then. A run that a node has kept is that node's, and else as it was; the
+    others are queued for their next attempt, and their group is open."""
+    runs = [
+        replace(run, node=kept[run.run])
+        if run.run in kept
+        else replace(
+            run,
+            state=RunState.QUEUED,
+            attempt=run.attempt + 1,
+            node=NOWHERE,
+            outcome=None,
+            reward=None,
+            reason="",
+            trace=None,
+        )
+        for run in left
+    ]
+    again = any(run.state is RunState.QUEUED for run in runs)
+    return replace(group, state=GroupState.OPEN if again else group.state), runs
 
 
 def choose_core(

@@ -77,8 +77,8 @@ class GatewayMetrics(Metrics):
             "Breaches of the lineages' invariant in closed runs; not 0 is a fault of ours.",
             registry=to,
         )
-        self.replica_behind_bytes = Gauge(
-            "gyre_journal_replica_behind_bytes", "Bytes of journals that the peer is not known to have.", registry=to
+        self.copy_behind_bytes = Gauge(
+            "gyre_journal_copy_behind_bytes", "Bytes of journals that the peer is not known to have.", registry=to
         )
         self.silence_s = Histogram(
             "gyre_silence_seconds", "Extra silence that a re-route put into an answer.", buckets=_STAGE_S, registry=to

@@ -35,10 +35,11 @@ from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, handles
 from gyre.actors.site import Site
 from gyre.errors import Refused, StorageFull, Unavailable
-from gyre.ids import CellId
+from gyre.ids import CellId, NodeId
 from gyre.store.election import campaign_txn, elected
 from gyre.store.protocol import Delete, Txn
-from gyre.store.records import GroupRecord, GroupState, LeaderRecord, SnapshotRecord, StepRecord
+from gyre.store.records import GroupRecord, GroupState, LeaderRecord, RunRecord, SnapshotRecord, StepRecord
+from gyre.store.typed import put_record
 
 from .stand_ins import DEADLINE_S, CoreReplica, a_site, first_records, follow, settle_group, until
 
@@ -389,5 +390,30 @@ async def test_a_group_that_is_run_again_during_a_step_that_fails_is_planned_ane
         await bench.until_progress(lambda now: now.planned_groups == 1)
         await site.store.put(site.keys.group(first), found.record)
         await bench.until_progress(lambda now: now.planned_groups == 2)
+        assert await bench.ship(await bench.claim_all())
+        assert len(await bench.until_step(1)) == 1
+
+
+async def test_runs_that_another_node_has_by_now_are_had_from_there(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        site, heir = bench.site, NodeId("n9")
+        for index in (0, 1):
+            await settle_group(site, index)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        listing = await site.store.range(f"{site.keys.root}runs/", RunRecord)
+        groups = await site.store.range(f"{site.keys.root}groups/", GroupRecord)
+        moved = [put_record(item.key, replace(item.record, node=heir)) for item in listing.items]
+        await site.store.commit(Txn(puts=(*moved, *(put_record(item.key, item.record) for item in groups.items))))
+
+        async def homes() -> set[NodeId]:
+            claims = [await bench.core.ask(ClaimMicroStep(CORE, 0), DEADLINE_S, Claim) for _ in range(4)]
+            await bench.core.ask(GiveBack(CORE), DEADLINE_S, Ok)
+            return {node for claim in claims for node in claim.homes.values()}
+
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if await homes() == {heir}:
+                    break
+                await asyncio.sleep(0.01)
         assert await bench.ship(await bench.claim_all())
         assert len(await bench.until_step(1)) == 1

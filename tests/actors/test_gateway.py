@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -14,8 +15,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gyre import pki
 from gyre.actors.gateway import GatewayActor
-from gyre.actors.journal_replica_process import ReplicaKeeper
 from gyre.actors.messages import (
     CloseRun,
     DrainEngine,
@@ -23,22 +24,26 @@ from gyre.actors.messages import (
     EngineRoute,
     GatewayStatus,
     GetGatewayStatus,
+    GetLineages,
     JobFailed,
+    Lineages,
     Ok,
     OpenRun,
+    Place,
     RouteChanged,
 )
-from gyre.actors.remote import serve
+from gyre.actors.messages_journals import Attempt, Copies, CopyTo, GetCopies, Taken, TakeOver
+from gyre.actors.remote import connect
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
 from gyre.actors.site import Site
 from gyre.children import Child
-from gyre.config import JournalSection, ServerSection
+from gyre.config import ServerSection
+from gyre.credentials import Credentials
 from gyre.demo import builtin
 from gyre.engine.access import http_key
 from gyre.errors import Refused
-from gyre.ids import CellId, GroupId, RunId
+from gyre.ids import CellId, GroupId, NodeId, RunId
 from gyre.proxy.journal_writer import look_at_journal
-from gyre.proxy.replication import JournalReplica
 from gyre.trajectory.records import RunTrace
 
 from .stand_ins import DEADLINE_S, SPEC, a_site, first_records, follow, lead, until
@@ -58,10 +63,16 @@ class Scheduler(Actor):
 
 @asynccontextmanager
 async def a_gateway(
-    tmp_path: Path, server: ServerSection | None = None, journal: JournalSection | None = None
+    tmp_path: Path, server: ServerSection | None = None, node: str = ""
 ) -> AsyncIterator[tuple[Site, list[JobFailed]]]:
-    sections = {"server": server or SPEC.server, "journal": journal or SPEC.journal}
-    site = a_site(tmp_path, SPEC.model_copy(update=sections))
+    """The gateway of a lone node, or of `node` among others, whose authority lies beside its folder."""
+    tmp_path.mkdir(exist_ok=True)
+    site = a_site(tmp_path, SPEC.model_copy(update={"server": server or SPEC.server}))
+    if node:
+        folder = tmp_path.parent / "pki"
+        pki.issue(folder, node, pki.Kind.NODE, 2, ("127.0.0.1",))
+        site.node = NodeId(node)
+        site.credentials = Credentials(folder / "ca.pem", folder / f"{node}.pem", folder / f"{node}.key")
     site.model_dir = builtin.model_dir("builtin:tiny", tmp_path)
     await first_records(site)
     failed: list[JobFailed] = []
@@ -206,19 +217,45 @@ async def test_a_process_that_cannot_run_fails_the_job_with_its_reason(tmp_path:
             assert f"server.port: {port}" in failed[0].reason
 
 
-async def test_a_run_has_a_copy_of_its_journal_where_the_job_file_says(tmp_path: Path) -> None:
-    async with ActorSystem.running("peer") as system:
-        keeper = system.spawn("keeper", lambda: ReplicaKeeper(JournalReplica(tmp_path / "copies")))
-        with closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        settings = JournalSection(replicate_to=f"127.0.0.1:{port}")
-        async with (
-            a_gateway(tmp_path, journal=settings) as (site, _),
-            serve(keeper, f"tcp:{settings.replicate_to}", site.secret),
-        ):
-            await site.gateway.ask(RUN, DEADLINE_S, Ok)
-            here, there = site.job.journal / "open" / "r1" / "1", tmp_path / "copies" / "open" / "r1" / "1"
-            await until(lambda: there.is_dir() and look_at_journal(there) == look_at_journal(here))
-            await site.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace)
-            await until((tmp_path / "copies" / "closed" / "r1.1").is_dir)
+async def test_a_closed_run_is_another_nodes_when_its_own_is_dead(tmp_path: Path) -> None:
+    pki.init(tmp_path / "pki", "tests", 10)
+    async with a_gateway(tmp_path / "a", node="node-a") as (a, _), a_gateway(tmp_path / "b", node="node-b") as (b, _):
+        await until(lambda: "gateway" in b.far_addresses())
+        place = Place("node-b/gateway", b.far_addresses()["gateway"])
+        await a.gateway.ask(CopyTo(b.node, place, ()), DEADLINE_S, Ok)
+        run = Attempt(RUN.run, RUN.attempt)
+        await a.gateway.ask(RUN, DEADLINE_S, Ok)
+        assert await b.gateway.ask(TakeOver((run,)), DEADLINE_S, Taken) == Taken(()), "it is not closed"
+        child = await killed(a, process(a))
+        assert child.alive, "it is told anew where its copies go"
+        await a.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace)
+        there = b.job.copies / "node-a" / "closed" / "r1.1"
+        assert look_at_journal(there) == look_at_journal(a.job.journal / "closed" / "r1.1")
+        assert await a.gateway.ask(GetCopies(a.node), DEADLINE_S, Copies) == Copies(b.node, 0, 0, "")
+
+        await a.refs.pop("gateway").stop(DEADLINE_S)
+        await a.children.end_all(5.0)
+        shutil.rmtree(a.job.root)
+        assert await b.gateway.ask(TakeOver((run,)), DEADLINE_S, Taken) == Taken((run,))
+        async with connect(b.child_address("gateway"), b.secret) as replicas_way:
+            assert await replicas_way.ask(GetLineages(RUN.run, 1, ()), DEADLINE_S, Lineages) == Lineages(())
+
+
+async def test_while_the_peers_gateway_is_stopped_runs_go_on_and_its_next_one_has_all(tmp_path: Path) -> None:
+    pki.init(tmp_path / "pki", "tests", 10)
+    async with a_gateway(tmp_path / "a", node="node-a") as (a, _), a_gateway(tmp_path / "b", node="node-b") as (b, _):
+        await until(lambda: "gateway" in b.far_addresses())
+        before = b.far_addresses()["gateway"]
+        await a.gateway.ask(CopyTo(b.node, Place("node-b/gateway", before), ()), DEADLINE_S, Ok)
+        process(b).signal(signal.SIGSTOP)
+        await a.gateway.ask(RUN, DEADLINE_S, Ok)
+        await a.gateway.ask(CloseRun(RUN.run, 1), DEADLINE_S, RunTrace)
+        status = await a.gateway.ask(GetCopies(a.node), DEADLINE_S, Copies)
+        assert (status.peer, status.behind_runs) == (b.node, 1)
+        assert status.why
+
+        await killed(b, process(b))
+        await until(lambda: b.far_addresses()["gateway"] != before)
+        place, closed = Place("node-b/gateway", b.far_addresses()["gateway"]), (Attempt(RUN.run, 1),)
+        await a.gateway.ask(CopyTo(b.node, place, closed), DEADLINE_S, Ok)
+        await until((b.job.copies / "node-a" / "closed" / "r1.1").is_dir)

@@ -9,9 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gyre import pki
+from gyre.actors.messages_journals import Copies
 from gyre.cli import findings
 from gyre.cli.findings import State
 from gyre.cli.gyrectl import app
+from gyre.ids import NodeId
 
 GIB = 1 << 30
 HERE = Path("/data/job")
@@ -55,6 +57,23 @@ def test_a_gyred_of_another_version_is_a_fault_that_names_both() -> None:
     assert findings.versions(ours, same).state is State.OK
     found = findings.versions(ours, (("gyre", "0.1.0"), ("Python", "3.11.9")))
     assert (found.state, found.found) == (State.FAULT, "gyred has gyre 0.1.0, here 0.2.0")
+
+
+def test_journals_that_another_node_lacks_are_a_warning_with_the_reason() -> None:
+    has_all = findings.copies(Copies(NodeId("b"), 0, 0, ""), 2)
+    assert has_all is not None
+    assert (has_all.state, has_all.found) == (State.OK, "b has this node's journals")
+    busy = findings.copies(Copies(NodeId("b"), 1, 2 << 10, ""), 2)
+    assert busy is not None
+    assert (busy.state, busy.found) == (State.OK, "b has this node's journals, but for 2 KiB on the way")
+    lacks = findings.copies(Copies(NodeId("b"), 2, 3 << 20, "it cannot be reached"), 2)
+    assert lacks is not None
+    assert lacks.state is State.WARNING
+    assert lacks.found == "b lacks 3 MiB of this node's journals: it cannot be reached"
+    nobody = findings.copies(Copies(NodeId(""), 1, 10, "no other node can have it"), 3)
+    assert nobody is not None
+    assert (nobody.state, "no other node can have it" in nobody.found) == (State.WARNING, True)
+    assert findings.copies(Copies(NodeId(""), 1, 10, "no other node can have it"), 1) is None, "it is alone"
 
 
 def test_a_peer_that_does_not_answer_or_has_another_version_is_a_fault() -> None:

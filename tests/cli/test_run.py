@@ -133,6 +133,18 @@ def content(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (root / "journal").rglob("*.journal")}
 
 
+def test_a_copy_of_another_nodes_journal_is_read_as_one_of_ours_and_is_said_to_be_one(job: Path) -> None:
+    for folder in ("open/there/1", "open/r/1"):  # r has moved, and its copy here is of no more use
+        run = RunId(folder.split("/")[1])
+        opened = RunOpened(run, GroupId("g"), 1, "k", "scripted", 1.0, 64)
+        write(job / "copies/node-a" / folder, [opened, *call(0, None, [40], [41])])
+    rows = {row["run"]: row for row in plain("list", "--dir", str(job))}
+    assert {run: row["copy_of"] for run, row in rows.items()} == {"r": "", "done": "", "there": "node-a"}
+    assert rows["r"]["calls"] == 8
+    assert "open, copy of node-a" in gyrectl("list", "--dir", str(job)).stdout
+    assert plain("tree", "there", "--dir", str(job))["sampled_tokens"] == 1
+
+
 def test_list_names_open_and_closed_runs_and_how_far_they_are(job: Path) -> None:
     rows = {row["run"]: row for row in plain("list", "--dir", str(job))}
     assert (rows["r"]["state"], rows["r"]["calls"], rows["r"]["delivered_calls"]) == ("open", 8, 6)
@@ -305,8 +317,8 @@ def on_a_terminal(columns: int, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["tree", "nobody"], "run: 'nobody' is not allowed; a run with a journal under"),
-        (["tree", "r", "--attempt", "7"], "run: 'r, attempt 7' is not allowed; a run with a journal under"),
+        (["tree", "nobody"], "run: 'nobody' is not allowed; a run with a journal on this node"),
+        (["tree", "r", "--attempt", "7"], "run: 'r, attempt 7' is not allowed; a run with a journal on this node"),
         (["replay", "r", "99"], "call: '99' is not allowed; a call of run r: 0 to 7, or its id"),
         (["export", "nobody", "--out", "x"], "run: 'nobody' is not allowed"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line
         found = await doctor.examine(here)
         assert of(found, "peer") == [(State.OK, "b is reached, and has this version")]
         assert (State.OK, "agrees with that of b") in of(found, "clock")
+        await fleet.until(lambda: "journals are copied to b" in fleet.nodes["a"].log, "a peer for the journals")
+        shown = json.loads(fleet.gyrectl("node", "show", "a", "--json"))
+        assert shown["copies_on"] == "b"
         assert [state for state, _ in of(found, "checkpoints")] == [State.WARNING]
         names = {text.split(" ")[0].split("/")[-1] for state, text in of(found, "certificate")}
         assert names >= {"ca.pem", "a.pem"}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,9 +22,9 @@ from gyre.actors.messages_gyrectl import PinCell
 from gyre.children import Child, Children
 from gyre.cli import client
 from gyre.errors import GyreError
-from gyre.ids import CellId
+from gyre.ids import CellId, NodeId
 from gyre.store.open import open_store
-from gyre.store.records import CellRoleRecord, LeaderRecord, NodeRecord, Role, RunState, StepRecord
+from gyre.store.records import CellRoleRecord, LeaderRecord, NodeRecord, Role, RunRecord, RunState, StepRecord
 from gyre.store.typed import TypedStore
 from gyre.train.snapshot import snapshot_path
 
@@ -34,7 +37,8 @@ MOVING = (Role.DRAINING, Role.RELEASING, Role.LOADING, Role.UNLOADING, Role.RESU
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, plain_etcd: PlainEtcd) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, plain_etcd: PlainEtcd, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """Two nodes; their journals have copies unless a test says otherwise."""
     made = Fleet.make(
         tmp_path / "fleet",
         plain_etcd.url,
@@ -42,6 +46,7 @@ def fleet(tmp_path: Path, plain_etcd: PlainEtcd) -> Iterator[Fleet]:
         job={"steps": 2},
         scheduler={"min_work_switches": 1e-6},  # any work is worth a switch
         batch={"micro_step_tokens": 64, "claim_s": 600.0},
+        journal={"copies": getattr(request, "param", 1)},
     )
     yield made
     left = made.processes()
@@ -189,7 +194,9 @@ async def test_a_satellites_replica_is_killed_while_it_ships_and_the_cores_befor
     fleet.stop()
 
 
-async def test_a_node_dies_whose_runs_wait_to_be_trained(fleet: Fleet) -> None:
+async def settled_and_untrained(fleet: Fleet) -> tuple[Node, Child, list[RunRecord]]:
+    """The runs of the first batch have settled on two nodes; the core's replica is stopped. The node that is not the
+    core's, that replica, and the training runs that settled on that node."""
     core, other = await start(fleet)
     await pin(fleet, "a-c0", Role.TRAIN)
     await pin(fleet, "b-c0", Role.ROLLOUT)
@@ -199,13 +206,37 @@ async def test_a_node_dies_whose_runs_wait_to_be_trained(fleet: Fleet) -> None:
     trains.signal(signal.SIGSTOP)
     fleet.open_gate()
     await fleet.until_runs("the first batch", lambda runs: [run.state for run in runs] == [RunState.SETTLED] * 8)
-    lost = {run.run for run in await fleet.runs() if run.node == other.name and run.run.startswith("t")}
-    assert lost
-    fleet.kill(other)
+    theirs = [run for run in await fleet.runs() if run.node == other.name and run.run.startswith("t")]
+    assert theirs
+    return other, trains, theirs
+
+
+async def test_a_node_dies_and_its_runs_are_trained_from_their_copies(fleet: Fleet) -> None:
+    dead, trains, lost = await settled_and_untrained(fleet)
+    fleet.kill(dead)
+    shutil.rmtree(dead.root / dead.name)
     trains.signal(signal.SIGCONT)  # it asks for what only the dead node could tell it
     await pin(fleet, "a-c0", None)
     await fleet.finished()
-    runs = await fleet.runs()
-    assert {run.run for run in runs if run.attempt == 2} >= lost
-    await fleet.check_books(2, hurt=sorted(lost))
+    runs = {run.run: run for run in await fleet.runs()}
+    assert [runs[run.run] for run in lost] == [replace(run, node=NodeId("a")) for run in lost]
+    await fleet.check_books(2)
+    for run in lost:
+        tree = json.loads(fleet.gyrectl("run", "tree", run.run, "--json"))
+        assert run.trace is not None
+        assert (tree["attempt"], tree["state"], tree["faults"]) == (1, "closed", [])
+        assert tree["counted_tokens"] == run.trace.counted_tokens
+    fleet.stop()
+
+
+@pytest.mark.parametrize("fleet", [0], indirect=True, ids=["without copies"])
+async def test_a_node_dies_whose_runs_wait_to_be_trained(fleet: Fleet) -> None:
+    dead, trains, lost = await settled_and_untrained(fleet)
+    fleet.kill(dead)
+    trains.signal(signal.SIGCONT)
+    await pin(fleet, "a-c0", None)
+    await fleet.finished()
+    again = {run.run for run in await fleet.runs() if run.attempt == 2}
+    assert again >= {run.run for run in lost}
+    await fleet.check_books(2, hurt=[run.run for run in lost])
     fleet.stop()

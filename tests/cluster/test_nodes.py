@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gyre.children import Children
+from gyre.ids import NodeId, RunId
+from gyre.proxy.held_copies import HeldCopies
 from gyre.store.records import CoreRecord, LeaderRecord, NodeRecord, RunState
 
 from .etcd_server import PlainEtcd
-from .fleet import Fleet
+from .fleet import Fleet, Node
 from .history import begin_history, check_leaders, history
 
 
@@ -130,6 +134,46 @@ async def test_a_node_that_drains_gets_no_run_any_more(make_fleet: Callable[...,
     books = await fleet.check_books(3)
     assert {run.run for run in books.runs if run.node == drained} <= had
     fleet.stop()
+
+
+async def test_a_peer_freezes_and_dies_and_another_has_the_copies_of_all_that_is_not_trained(
+    make_fleet: Callable[..., Fleet],
+) -> None:
+    fleet = make_fleet(scheduler={"min_work_switches": 1e-6})
+    for node in fleet.nodes.values():  # the first one leads, and has the core
+        node.start()
+        if node.name == "a":
+            fleet.submit()
+            assert (await fleet.core()).node == "a"
+        await fleet.until_record(node.name, fleet.keys.node(NodeId(node.name)), NodeRecord, lambda _: True)
+    fleet.gyrectl("cell", "pin", "a-c0", "rollout", "--yes")  # nothing is trained yet
+    await at_the_gate(fleet)
+    before = {run.run: run for run in await fleet.runs()}
+    mine = {run.run: run.state for run in before.values() if run.node == "a" and run.run.startswith("t")}
+    assert RunState.LIVE in mine.values()
+    first, second = fleet.nodes["b"], fleet.nodes["c"]
+    await fleet.until(lambda: copied(first, "a", mine), "the copies at the first peer")
+
+    for child in Children(first.dir.state).adopt().values():
+        child.signal(signal.SIGSTOP)
+    first.signal(signal.SIGSTOP)
+    await fleet.until(lambda: copied(second, "a", mine), "the copies at the next")
+    assert json.loads(fleet.gyrectl("node", "show", "a", "--json"))["copies_on"] == "c"
+    fleet.kill(first)
+    fleet.gyrectl("cell", "unpin", "a-c0")
+    fleet.open_gate()
+    await fleet.finished()
+    again = {run.run for run in await fleet.runs() if run.attempt > 1}
+    assert again <= {run.run for run in before.values() if run.node == "b" and run.state is RunState.LIVE}
+    await fleet.check_books(2, hurt=sorted(again))
+    assert [each for each in HeldCopies(second.dir.copies).places() if each.copy_of == "a" and each.run in mine] == []
+    fleet.stop()
+
+
+def copied(peer: Node, writer: str, runs: Mapping[RunId, RunState]) -> bool:
+    """Whether the peer has whole copies of the runs that have settled, and some of those that live."""
+    places = {(each.run, each.open) for each in HeldCopies(peer.dir.copies).places() if each.copy_of == writer}
+    return places >= {(run, state is RunState.LIVE) for run, state in runs.items()}
 
 
 async def test_etcd_is_away_for_a_minute_and_what_was_going_on_goes_on(

@@ -201,7 +201,7 @@ class Stage:
             "thinking": True,
             "context_tokens": context_tokens,
             "block_tokens": BLOCK_TOKENS,
-            "replicate_to": "",
+            "copies_dir": None,
             "far": None,
         }
         argv = (sys.executable, "-m", "gyre.actors.gateway_process", address, str(self.secret_file), json.dumps(config))

@@ -16,7 +16,6 @@ from typing import Any
 from aiohttp import web
 
 from gyre.actors.messages import CloseRun, EngineRoute, GatewayStatus, OpenRun, SetRoutes
-from gyre.actors.remote import connect
 from gyre.proxy.gateway import Gateway, GatewayConfig
 from gyre.wire import to_plain
 
@@ -24,9 +23,7 @@ from gyre.wire import to_plain
 async def main(config: dict[str, Any]) -> None:
     ready = Path(config.pop("ready"))
     folders = {name: Path(config.pop(name)) for name in ("journal_dir", "trajectories_dir", "model_dir")}
-    replicate_to, secret = config.pop("replicate_to", ""), config.pop("secret", "")
-    peer = connect(replicate_to, secret) if replicate_to else None
-    gateway = Gateway(GatewayConfig(**folders, **config), peer)
+    gateway = Gateway(GatewayConfig(**folders, **config))
     await gateway.start()
 
     async def order(request: web.Request) -> web.Response:
@@ -57,8 +54,6 @@ async def main(config: dict[str, Any]) -> None:
     draft.rename(ready)
     await stopped.wait()
     await gateway.stop()
-    if peer is not None:
-        await peer.close()
     await runner.cleanup()
 
 

@@ -133,7 +133,7 @@ async def test_looking_at_a_journal_that_is_written_to_changes_nothing(
         journal.append(record)
         assert look_at_journal(folder).records == life[:count]
         (place,) = journals(tmp_path)
-        assert find_journal(tmp_path, "r", None) == place
+        assert find_journal(journals(tmp_path), "r", None) == place
     with (folder / "000000.journal").open("ab") as file:
         file.write(b"half of a rec")
     before = (folder / "000000.journal").read_bytes()

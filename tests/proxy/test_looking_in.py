@@ -9,7 +9,7 @@ import pytest
 
 from gyre.ids import CallId, RunId
 from gyre.proxy.journal_writer import look_at_journal
-from gyre.proxy.journals import find_journal
+from gyre.proxy.journals import find_journal, journals
 from gyre.trajectory.replay import Replay, Use, replay
 
 from .conftest import Proxy, StartProxy
@@ -27,7 +27,7 @@ def system(text: str) -> dict[str, Any]:
 
 
 def read(proxy: Proxy, run: str) -> Replay:
-    place = find_journal(proxy.gateway.config.journal_dir, run, None)
+    place = find_journal(journals(proxy.gateway.config.journal_dir), run, None)
     return replay(look_at_journal(place.folder).records)
 
 
@@ -87,7 +87,7 @@ async def test_forks_are_in_the_trace_and_the_metrics_and_an_unexplained_one_in_
     for cause, count in FORKS.items():
         assert f'gyre_forks_total{{cause="{cause}"}} {count}.0' in metrics
     assert "gyre_tree_faults_total 0.0" in metrics
-    assert "gyre_journal_replica_behind_bytes 0.0" in metrics
+    assert "gyre_journal_copy_behind_bytes 0.0" in metrics
 
 
 async def test_a_breach_of_the_invariant_is_an_error_in_the_log_the_trace_and_the_metrics(

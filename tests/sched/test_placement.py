@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.ids import CellId, GroupId, NodeId, RunId, TaskId
-from gyre.sched.placement import NOWHERE, Absence, Room, choose_core, lost_with, placed
+from gyre.sched.placement import NOWHERE, Absence, Room, choose_core, left_by, placed, taken_up
 from gyre.store.records import CellSpecRecord, GroupRecord, GroupState, Purpose, Role, RunRecord, RunState
 from gyre.trajectory.records import LineageInfo, LineageRole, Outcome, RunTrace
 
@@ -97,15 +98,25 @@ def test_tokens_that_are_gone_with_their_node_are_sampled_again() -> None:
     elsewhere = RunRecord(RunId("r1"), GroupId("g"), RunState.SETTLED, 1, B, Outcome.FINISHED, 0.5, "", trace, 1.0, 2.0)
     runs = {settled.run: settled, elsewhere.run: elsewhere}
     group = GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, tuple(runs), GroupState.SETTLED, 0, 0)
-    ((reopened, again),) = lost_with({A}, [group], runs)
+    assert left_by({A}, [group], runs) == [(group, [settled])]
+    reopened, (again,) = taken_up(group, [settled], {})
     assert reopened.state is GroupState.OPEN
-    assert [(each.run, each.attempt, each.state, each.reward) for each in again] == [("r0", 2, RunState.QUEUED, None)]
-    assert lost_with(set(), [group], runs) == []
+    assert (again.run, again.attempt, again.state, again.reward) == ("r0", 2, RunState.QUEUED, None)
+    assert left_by(set(), [group], runs) == []
     for over in (
         GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, tuple(runs), GroupState.CONSUMED, 0, 1),
         GroupRecord(GroupId("g"), TaskId("t"), Purpose.HELDOUT_AFTER, 0, tuple(runs), GroupState.SETTLED, 0, 0),
     ):
-        assert lost_with({A}, [over], runs) == []
+        assert left_by({A}, [over], runs) == []
+
+
+def test_tokens_that_another_node_has_kept_are_as_they_were_and_are_that_nodes() -> None:
+    settled = [run(number, RunState.SETTLED, A) for number in range(2)]
+    group = GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, (), GroupState.SETTLED, 0, 0)
+    kept = {each.run: B for each in settled}
+    assert taken_up(group, settled, kept) == (group, [replace(each, node=B) for each in settled])
+    reopened, (mine, again) = taken_up(group, settled, {RunId("r0"): B})
+    assert (reopened.state, mine.node, again.state, again.attempt) == (GroupState.OPEN, B, RunState.QUEUED, 2)
 
 
 def test_the_core_stays_where_it_is_unless_its_node_is_gone() -> None:

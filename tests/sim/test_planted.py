@@ -118,7 +118,7 @@ def test_a_cell_that_does_not_tell_of_its_engine_again(monkeypatch: pytest.Monke
     async def tells_nobody(self: CellActor, message: ClusterChanged) -> None: ...
 
     _replace_handler(monkeypatch, CellActor, ClusterChanged, tells_nobody)
-    assert "the gateway has not known it" in first_violation(Fault(1.5, Kind.CRASH, "n0", 1.0))
+    assert "the gateway has not known it" in first_violation(Fault(1.9, Kind.CRASH, "n0", 1.0))
 
 
 def test_a_runs_end_that_the_node_does_not_take_note_of(monkeypatch: pytest.MonkeyPatch) -> None:
