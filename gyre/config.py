@@ -30,6 +30,14 @@ _OWN_VARIABLES = ("PATH", "HOME", "GYRE_RUN")
 """What a run's environment has whatever the job says: how programs are found, where it may write, whose it is."""
 
 
+SGLANG_SET = (
+    *("--config", "--model-path", "--model", "--weight-version", "--host", "--port", "--api-key", "--admin-api-key"),
+    *("--device", "--dtype", "--tp-size", "--tp", "--tensor-parallel-size", "--base-gpu-id", "--page-size"),
+    *("--max-total-tokens", "--max-running-requests", "--skip-tokenizer-init"),
+)
+"""Options of SGLang's that follow from the job file (gyre/engine/sglang/command.py)."""
+
+
 class JobFileError(GyreError):
     """A job file that cannot be used; `faults` has one line each."""
 
@@ -140,6 +148,37 @@ class CellsSection(Section):
         return self
 
 
+class EngineSection(Section):
+    kind: Literal["local", "sglang"] = "local"
+    """`local`: Gyre's small CPU engine. `sglang`: SGLang 0.5.23 (docs/sglang.md); what follows is for it alone."""
+    python: str = ""
+    """The Python that has SGLang; a path with a slash in it starts from the job file's folder."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    """GPUs of one cell."""
+    options: tuple[str, ...] = ()
+    """Further options of SGLang's command line."""
+
+    @field_validator("options")
+    @classmethod
+    def _leave_ours_alone(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if option.partition("=")[0] in SGLANG_SET:
+                raise ValueError(f"{option.partition('=')[0]} is set by Gyre")
+        return options
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> EngineSection:
+        if self.kind == "sglang" and not self.python:
+            raise ValueError("the kind sglang needs python: the Python that has SGLang")
+        fields = type(self).model_fields
+        given = [name for name in fields if name != "kind" and getattr(self, name) != fields[name].default]
+        if self.kind == "local" and given:
+            raise ValueError(f"{', '.join(given)}: for the kind sglang alone")
+        return self
+
+
 class BatchSection(Section):
     groups: Annotated[int, Field(ge=1, le=100)] = 8
     """Groups of one optimizer step; a step is published in one transaction of the store, which bounds them."""
@@ -235,6 +274,7 @@ class JobSpec(Section):
     harness: HarnessSection = HarnessSection()
     sampling: SamplingSection = SamplingSection()
     cells: CellsSection = CellsSection()
+    engine: EngineSection = EngineSection()
     batch: BatchSection = BatchSection()
     loss: LossSection = LossSection()
     optimizer: OptimizerSection = OptimizerSection()

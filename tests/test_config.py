@@ -101,7 +101,7 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (("steps = 3", ""), "job.steps: required, and not there"),
         (('"demo"', '"De mo"'), "job.name: 'De mo' is not allowed; string should match pattern"),
         (("steps = 3", "steps = 3\nstep = 4"), "job.step: no such key; allowed here: dir, name, seed, steps"),
-        (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, checkpoint, harness,"),
+        (("[tasks]", "[cell]\n[tasks]"), "cell: no such key; allowed here: batch, cells, checkpoint, engine, harness,"),
         (("steps = 3", "steps = 3\n[loss]\nkind = 'ppo'"), "loss.kind: 'ppo' is not allowed; input should be 'gspo'"),
         (
             ("steps = 3", "steps = 3\n[optimizer]\nbetas = [0.9, 1.0]"),
@@ -126,6 +126,18 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         (
             ("steps = 3", "steps = 3\n[limits]\nrun_s = -1.0"),
             "limits.run_s: -1.0 is not allowed; input should be greater than 0",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'"),
+            "engine: {'kind': 'sglang'} is not allowed; the kind sglang needs python",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[engine]\ntensor_parallel = 2"),
+            "engine: {'tensor_parallel': 2} is not allowed; tensor_parallel: for the kind sglang alone",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'\npython = 'p'\noptions = ['--port=1']"),
+            "engine.options: ['--port=1'] is not allowed; --port is set by Gyre",
         ),
     ],
 )

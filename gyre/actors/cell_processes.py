@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gyre.actors.engine_process import read_ready, start
 from gyre.actors.messages import LoadSnapshot, Offload, Ok, Ping, Ready
 from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
@@ -27,7 +28,6 @@ from gyre.store.records import Role
 if TYPE_CHECKING:
     from gyre.engine.client import EngineClient
 
-ENGINE_START_S = 180.0
 REPLICA_START_S = 300.0
 REPLICA_S = 600.0
 ADOPT_S = 60.0
@@ -116,8 +116,8 @@ class CellProcesses:
             return None
         self.engine = child
         try:
-            url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-            client = self._site.outside.engine(url, http_key(self._site.secret))
+            url = read_ready(self._ready_file)
+            client = self._connect(url)
             info = await client.info()
         except (OSError, ValueError, KeyError, GyreError):
             return None
@@ -131,35 +131,14 @@ class CellProcesses:
 
     async def start_engine(self, version: int) -> None:
         """End what is left of the engine and start it with snapshot `version`."""
-        site, spec = self._site, self._site.spec
+        site = self._site
         await self.stop_engine()
-        self._ready_file.unlink(missing_ok=True)
-        snapshot = await site.held.hold(version)
-        argv = (
-            *(sys.executable, "-m", "gyre.engine.local", "--model", str(snapshot), "--version", str(version)),
-            *("--ready-file", str(self._ready_file), "--secret-file", str(site.job.secret_file)),
-            *("--threads", str(spec.cells.threads), "--block-tokens", str(spec.cells.block_tokens)),
-            *("--cache-tokens", str(spec.cells.cache_tokens)),
-            *("--host", site.host),
-            *self._certificates(),
-        )
-        log = site.job.logs / f"{self.engine_name}.log"
-        self.engine = child = await site.children.start(ChildSpec(self.engine_name, argv, log=log))
-        try:
-            async with asyncio.timeout(ENGINE_START_S):
-                while not self._ready_file.exists():
-                    if not child.alive:
-                        raise Unavailable(f"the engine ended while it started; see {log}")
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            raise Unavailable(f"the engine was not ready within {ENGINE_START_S:g} s; see {log}") from None
-        self.engine_url = str(json.loads(self._ready_file.read_text(encoding="utf-8"))["url"])
-        self._client = self._site.outside.engine(self.engine_url, http_key(self._site.secret))
+        model, place = await site.held.hold(version), site.cells.index(self.cell)
+        self.engine, self.engine_url = await start(site, self.engine_name, place, model, version, self._ready_file)
+        self._client = self._connect(self.engine_url)
 
-    def _certificates(self) -> tuple[str, ...]:
-        """By which its KV blocks move to engines of other nodes."""
-        held = self._site.credentials
-        return () if held is None else ("--certificates", str(held.ca), str(held.certificate), str(held.key))
+    def _connect(self, url: str) -> EngineClient:
+        return self._site.outside.engine(url, http_key(self._site.secret), self._site.spec.engine.kind)
 
     async def stop_engine(self) -> None:
         """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""

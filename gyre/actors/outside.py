@@ -33,10 +33,12 @@ class Outside:
     def connect(self, address: str, secret: str) -> RemoteRef:
         return connect(address, secret)
 
-    def engine(self, url: str, key: str) -> EngineClient:
-        from gyre.engine.client import EngineClient  # brings aiohttp, which gyred need not wait for when it starts
+    def engine(self, url: str, key: str, kind: str) -> EngineClient:
+        """A client for the engine's owner; `kind` is the job file's."""
+        from gyre.engine.client import EngineClient  # brings httptools, which gyred need not wait for when it starts
+        from gyre.engine.sglang.control import SglangClient
 
-        return EngineClient(url, key=key)
+        return SglangClient(url, key=key) if kind == "sglang" else EngineClient(url, key=key)
 
     async def evaluate(
         self, task: Task, folder: RunFolder, info: RunInfo, limit_s: float, sandbox: Sandbox, hidden: Sequence[Path]

@@ -206,12 +206,9 @@ class StreamReader:
         """The chunk in one message. Raises EngineRefused when the engine reports an error in the stream."""
         error = message.get("error")
         if error is not None:
-            text = (
-                str(cast("Mapping[str, Any]", error).get("message", error))
-                if isinstance(error, Mapping)
-                else str(error)
-            )
-            raise EngineRefused(200, text)
+            said = cast("Mapping[str, Any]", error) if isinstance(error, Mapping) else {}
+            code = said.get("code")
+            raise EngineRefused(code if isinstance(code, int) else 200, str(said.get("message", error)))
         try:
             meta = cast("Mapping[str, Any]", message["meta_info"])
             output_ids = cast("list[int]", message.get("output_ids") or [])

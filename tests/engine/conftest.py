@@ -25,7 +25,9 @@ class EngineUnderTest:
     model: Path
     other_model: Path
     block_tokens: int
-    process: EngineProcess
+    updates_in_place: bool = True
+    """Whether weights change under a request that is paused in place. SGLang's cache, which is all requests' and says
+    nothing of versions, would keep what the request has of the old ones."""
 
     def request(
         self, rid: str, prompt: int | list[int] = 40, max_new_tokens: int = 12, **options: object
@@ -85,7 +87,7 @@ async def engine(
 ) -> AsyncIterator[EngineUnderTest]:
     process, other = local_engines[request.param.removeprefix("local-")]
     async with EngineClient(process.url) as client:
-        yield EngineUnderTest(client, process.model, other, BLOCK_TOKENS, process)
+        yield EngineUnderTest(client, process.model, other, BLOCK_TOKENS)
         await client.abort_all()
         await client.resume()
         await client.resume_memory()

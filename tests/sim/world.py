@@ -161,7 +161,7 @@ class SimOutside(Outside):
     def connect(self, address: str, secret: str) -> Any:
         return self._world.child_ref(self._process, self._node.name, address)
 
-    def engine(self, url: str, key: str) -> Any:
+    def engine(self, url: str, key: str, kind: str) -> Any:
         return EngineClient(self._world, self._process, self._node.name, url)
 
     async def evaluate(self, task: Task, folder: RunFolder, *_: Any) -> Evaluation:

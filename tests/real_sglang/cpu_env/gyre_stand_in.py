@@ -35,8 +35,6 @@ class _Missing:
 
 
 class _Submodule(ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, inner: str) -> object:
         return missing(f"{self.__name__}.{inner}")
 

@@ -1,0 +1,3 @@
+"""The contract suite on real SGLang."""
+
+from engine.contract import *  # noqa: F403

@@ -1,0 +1,114 @@
+"""What an engine's owner may ask of SGLang, and what its client asks before: SGLang itself would die of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine.conftest import EngineUnderTest
+from engine.contract import LONG, Live, new_rid
+from transformers import AutoModelForCausalLM
+
+from gyre.engine.client import EngineClient, EngineRefused, VersionSpan
+from gyre.engine.http import Origin
+from gyre.engine.sglang.control import SglangClient
+
+from .servers import KEY, Server
+
+
+@pytest.fixture
+async def owner(server: Server) -> AsyncIterator[SglangClient]:
+    """One that is told soon that a request goes on."""
+    async with SglangClient(server.url, key=KEY, idle_s=0.2) as client:
+        yield client
+
+
+async def test_memory_is_not_released_under_a_request_which_goes_on(
+    engine: EngineUnderTest, server: Server, owner: SglangClient
+) -> None:
+    whole = await engine.run(engine.request(new_rid(), 60, max_new_tokens=400))
+    async with Live(engine, engine.request(new_rid(), 60, max_new_tokens=400), first=5) as live:
+        with pytest.raises(EngineRefused) as refusal:
+            await owner.release_memory()
+        assert refusal.value.status == 400
+        assert (await live.answer()).token_ids == whole.token_ids
+    assert server.alive
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_memory_is_not_released_under_a_request_that_is_paused(
+    engine: EngineUnderTest, server: Server, owner: SglangClient, mode: str
+) -> None:
+    async with Live(engine, engine.request(new_rid(), max_new_tokens=400), first=5) as live:
+        await engine.client.pause(mode)  # type: ignore[arg-type]
+        with pytest.raises(EngineRefused):
+            await owner.release_memory()
+        await engine.client.resume()
+        assert len((await live.answer()).token_ids) == 400
+    assert server.alive
+
+
+async def test_a_request_that_comes_while_the_memory_is_released_waits_until_it_is_back(
+    engine: EngineUnderTest,
+) -> None:
+    before = await engine.run(engine.request(new_rid()))
+    await engine.client.release_memory()
+    async with Live(engine, engine.request(new_rid()), first=0) as early:
+        await asyncio.sleep(0.3)
+        assert early.token_ids == []
+        await engine.client.resume_memory()
+        assert (await early.answer()).token_ids == before.token_ids
+
+
+async def test_memory_is_released_right_behind_the_last_token(engine: EngineUnderTest, server: Server) -> None:
+    for stopped in (False, True) * 5:
+        async with Live(engine, engine.request(new_rid(), max_new_tokens=LONG if stopped else 8), first=1) as live:
+            if stopped:
+                await engine.client.abort(live.request.rid)
+            await live.answer()
+        await engine.client.release_memory()
+        await engine.client.resume_memory()
+    assert server.alive
+
+
+async def test_weights_do_not_change_under_a_live_request(engine: EngineUnderTest, owner: SglangClient) -> None:
+    async with Live(engine, engine.request(new_rid(), max_new_tokens=400), first=5) as live:
+        with pytest.raises(EngineRefused):
+            await owner.update_weights(str(engine.other_model), 2)
+        assert (await engine.client.info()).version == 1
+        assert (await live.answer()).last.version_spans == (VersionSpan(1, 0, 400),)
+
+
+async def test_logprobs_are_the_models_own_at_the_temperature_that_was_sampled_with(engine: EngineUnderTest) -> None:
+    model = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
+    for temperature in (0.0, 0.7, 1.5):
+        request = engine.request(new_rid(), 40, max_new_tokens=30, temperature=temperature, top_p=0.9)
+        answer = await engine.run(request)
+        prompt = list(request.input_ids)  # type: ignore[arg-type]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor([answer.token_ids]).T)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected[:, 0], atol=2e-4), temperature
+
+
+async def test_it_answers_nothing_without_the_key(server: Server, engine: EngineUnderTest) -> None:
+    async with EngineClient(server.url, key="another") as stranger:
+        for asking in (stranger.info(), stranger.abort_all(), stranger.flush_cache(), stranger.pause()):
+            with pytest.raises(EngineRefused) as refusal:
+                await asking
+            assert refusal.value.status == 401
+    assert KEY not in server.log.read_text()
+    assert KEY.encode() not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+
+
+async def test_its_metrics_are_there(server: Server, engine: EngineUnderTest) -> None:
+    await engine.run(engine.request(new_rid(), 40, max_new_tokens=12))
+    origin = Origin(server.url, {"Authorization": f"Bearer {KEY}"}, 5.0)
+    async with origin.ask("GET", "/metrics", ()) as answer:
+        text = (await answer.whole()).decode()
+    origin.close()
+    for name in ("sglang:generation_tokens_total", "sglang:num_running_reqs", "sglang:cache_hit_rate"):
+        assert f"\n{name}{{" in text, name
