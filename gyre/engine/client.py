@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -53,6 +54,9 @@ __all__ = [
     "VersionSpan",
 ]
 
+_ABOUT_S = 0.3
+"""The longest wait for what an engine's plug-in says of its blocks: a move waits for it."""
+
 
 class EngineClient:
     """The engine at `url` (`http://127.0.0.1:port`). Close it, or use it as an async context manager.
@@ -71,7 +75,11 @@ class EngineClient:
         control_s: float = 120.0,
     ) -> None:
         self.url = url.rstrip("/")
-        self._origin = Origin(self.url, {"Authorization": f"Bearer {key}"} if key else {}, connect_s)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connect_s = connect_s
+        self._origin = Origin(self.url, self._headers, connect_s)
+        self._orders: Origin | None = None
+        self._about: Mapping[str, Any] = {}
         self._silence_s = silence_s
         self._control_s = control_s
 
@@ -85,6 +93,8 @@ class EngineClient:
 
     async def close(self) -> None:
         self._origin.close()
+        if self._orders is not None:
+            self._orders.close()
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -145,7 +155,7 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         answer = await self._get("/model_info")
-        kv = cast("Mapping[str, Any]", answer.get("kv") or {})
+        kv = cast("Mapping[str, Any]", answer["kv"]) if "kv" in answer else await self._about_kv()
         return EngineInfo(
             version=read_version(answer.get("weight_version")),
             model_path=str(answer.get("model_path", "")),
@@ -173,7 +183,7 @@ class EngineClient:
 
     async def kv_lack(self, token_ids: Sequence[int], version: int) -> KvLack:
         """Which whole blocks of the prefix the engine lacks. Refused (409) when it holds another version."""
-        answer = await self._post("/kv/lack", {"token_ids": list(token_ids), "version": version})
+        answer = await self._order("/kv/lack", {"token_ids": list(token_ids), "version": version})
         return KvLack(
             version=int(answer["version"]),
             layout=str(answer["layout"]),
@@ -183,7 +193,7 @@ class EngineClient:
 
     async def kv_pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
         """Have the engine pull blocks from the peer at `source` and commit them to its cache."""
-        answer = await self._post(
+        answer = await self._order(
             "/kv/pull", {"source": source, "manifest": manifest.to_json(), "deadline_s": deadline_s}
         )
         return KvPulled(
@@ -194,6 +204,24 @@ class EngineClient:
             str(answer.get("reason", "")),
         )
 
+    async def _order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._call("POST", path, body, await self._takes_orders())
+
+    async def _takes_orders(self) -> Origin:
+        """Who takes orders about KV blocks: the engine itself, or with SGLang our plug-in beside it."""
+        if self._orders is None:
+            url = "" if "kv" in await self._get("/model_info") else orders_url(await self._get("/server_info"))
+            self._orders = Origin(url, self._headers, self._connect_s) if url else self._origin
+        return self._orders
+
+    async def _about_kv(self) -> Mapping[str, Any]:
+        """What our plug-in says of the blocks. It is in the process that samples, and SGLang answers beside that: when the
+        one hangs and the other does not, this is what it said last."""
+        if (orders := await self._takes_orders()) is not self._origin:
+            with suppress(EngineGone):
+                self._about = await self._call("GET", "/kv", None, orders, _ABOUT_S)
+        return self._about
+
     # ------------------------------------------------------------------------------------------ plumbing
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,10 +230,18 @@ class EngineClient:
     async def _get(self, path: str) -> dict[str, Any]:
         return await self._call("GET", path, None)
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        origin: Origin | None = None,
+        within_s: float | None = None,
+    ) -> dict[str, Any]:
         data = () if body is None else (orjson.dumps(body),)
+        origin = origin or self._origin
         try:
-            async with asyncio.timeout(self._control_s), self._origin.ask(method, path, data) as answer:
+            async with asyncio.timeout(within_s or self._control_s), origin.ask(method, path, data) as answer:
                 said = await answer.whole()
                 if answer.status != 200:
                     raise EngineRefused(answer.status, _error_text(said))
@@ -217,6 +253,16 @@ class EngineClient:
         except ValueError:
             return {}
         return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def orders_url(server_info: Mapping[str, Any]) -> str:
+    """Where our plug-in (gyre.kv_migrate.hicache) takes orders, as SGLang's start-up options say; or an empty string."""
+    try:
+        config = orjson.loads(server_info.get("hicache_storage_backend_extra_config") or "{}")
+    except ValueError:
+        return ""
+    orders = cast("dict[str, Any]", config).get("orders") if isinstance(config, dict) else None
+    return f"http://{orders}" if isinstance(orders, str) else ""
 
 
 def _message(data: bytes) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from gyre.errors import BadInput, Refused, Unavailable
+from gyre.errors import BadInput, Refused
 from gyre.kv_migrate.conversation import Acknowledge, AskChecksums, Checksums, Offer, Open, Refusal
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.stream import Greeting, Stream
-from gyre.kv_migrate.transport import Received
+from gyre.kv_migrate.transport import Received, SourceLost
 
 T = TypeVar("T")
 
@@ -39,10 +39,10 @@ class Patience:
         self._failures = 0
 
     async def failed(self, error: Exception) -> None:
-        """Wait a moment before the next try. Raises Unavailable when there shall be none."""
+        """Wait a moment before the next try. Raises SourceLost when there shall be none."""
         self._failures += 1
         if self._failures >= _TRIES:
-            raise Unavailable(f"{self._address} was lost during a transfer ({error})") from error
+            raise SourceLost(f"{self._address} was lost during a transfer ({error})") from error
         await asyncio.sleep(_PAUSE_S * 2**self._failures * (0.5 + secrets.randbelow(100) / 100))
 
 
@@ -79,7 +79,7 @@ class Line:
                 raise Refused(f"the peer answered with a {type(other).__name__}")
 
     async def ask_until_answered(self, message: Any, answer: type[T]) -> T:
-        """The same over as many connections as it takes. Raises Unavailable when the peer is given up."""
+        """The same over as many connections as it takes. Raises SourceLost when the peer is given up."""
         while True:
             try:
                 answered = await self.ask(message, answer)
@@ -165,7 +165,7 @@ class Check:
         """What is whole and right, by the source's checksums."""
         if len(theirs.sums) != self.count:
             raise Refused(f"{len(theirs.sums)} checksums came for {self.count} blocks")
-        good = [number for number in range(self.count) if self._sums[number] == theirs.sums[number]]
+        good = [number for number, sum_ in enumerate(theirs.sums) if sum_ is not None and sum_ == self._sums[number]]
         return Received(
             tuple((self._names[number], self._block(number)) for number in good), damaged=self.count - len(good)
         )

@@ -73,9 +73,9 @@ class AskChecksums:
 @record("kv_checksums")
 @dataclass(frozen=True)
 class Checksums:
-    """xxh3 (64 bits) of each block that was offered."""
+    """xxh3 (64 bits) of each block that was offered; None: the source's owner has taken it back meanwhile."""
 
-    sums: tuple[int, ...]
+    sums: tuple[int | None, ...]
 
 
 @record("kv_acknowledge")

@@ -59,6 +59,8 @@ class _Transfer:
     lease: BlockLease
     offer: Offer
     blocks: list[memoryview]
+    numbers: list[int]
+    """Of each of `blocks`: its number in the manifest."""
     exposed: Exposed | None
     sums: dict[int, int] = field(default_factory=dict[int, int])
     sending: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -69,6 +71,14 @@ class _Transfer:
         if found is None:
             found = self.sums[index] = xxhash.xxh3_64_intdigest(self.blocks[index])
         return found
+
+    def checksums(self) -> Checksums:
+        """Of all blocks, once they were read: those that were taken back meanwhile have none."""
+        return Checksums(
+            tuple(
+                self.checksum(index) if self.lease.intact(number) else None for index, number in enumerate(self.numbers)
+            )
+        )
 
     def end(self) -> None:
         if self.exposed is not None:
@@ -215,7 +225,7 @@ class Server:
                 await self._send(stream, transfer, message.begin, message.end)
             case AskChecksums():
                 transfer = self._read(message.transfer, message.epoch, reader)
-                await stream.send_frame(Checksums(tuple(map(transfer.checksum, range(len(transfer.blocks))))))
+                await stream.send_frame(transfer.checksums())
             case Acknowledge():
                 reader.leave()
                 if self._table.acknowledge(message.transfer, message.epoch):
@@ -250,7 +260,8 @@ class Server:
     async def _hold(self, manifest: Manifest, source: BlockSource) -> None:
         lease = await source.lease(manifest)
         try:
-            blocks = [block for block in lease.blocks if block is not None]
+            here = [(number, block) for number, block in enumerate(lease.blocks) if block is not None]
+            numbers, blocks = [number for number, _ in here], [block for _, block in here]
             exposed = None if self._carrier is None or not blocks else await self._carrier.expose(blocks)
         except BaseException:
             lease.end()
@@ -260,7 +271,7 @@ class Server:
             exposed.engine if exposed else "",
             exposed.place if exposed else 0,
         )
-        transfer = _Transfer(manifest, lease, offer, blocks, exposed)
+        transfer = _Transfer(manifest, lease, offer, blocks, numbers, exposed)
         if manifest.transfer in self._table:
             self._transfers[manifest.transfer] = transfer
         else:  # its time was over, or its epoch, before it had begun

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Self
 
 from gyre.errors import Unavailable
@@ -19,23 +20,29 @@ from gyre.kv_migrate.serving import Server
 from gyre.kv_migrate.spans import Spans
 from gyre.kv_migrate.staging import Staging
 from gyre.kv_migrate.stream import Greeting
-from gyre.kv_migrate.transport import BlockSource, Received, check_room
+from gyre.kv_migrate.transport import BlockSource, Received, SourceLost, check_room
 
 _RECEIVE_BYTES = 256 << 10
 """At once: what has just come is checksummed while it is still in the processor's cache."""
 
 
 class TcpTransport:
-    """A Transport. Open it with `open`, close it with `close`."""
+    """A Transport. Open it with `open`, close it with `close`.
 
-    def __init__(self, greeting: Greeting, listener: socket.socket) -> None:
+    With `silence_s`, a source from which nothing comes for so long is given up before the deadline.
+    """
+
+    def __init__(self, greeting: Greeting, listener: socket.socket, silence_s: float | None = None) -> None:
+        self._silence_s = silence_s
         self._lines = Lines(Kind.TCP, greeting)
         self._host, self._port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
         self._server = Server(Kind.TCP, listener, greeting)
 
     @classmethod
-    async def open(cls, greeting: Greeting, host: str = "127.0.0.1", port: int = 0) -> Self:
-        return cls(greeting, listen(host, port))
+    async def open(
+        cls, greeting: Greeting, host: str = "127.0.0.1", port: int = 0, silence_s: float | None = None
+    ) -> Self:
+        return cls(greeting, listen(host, port), silence_s)
 
     @property
     def epoch(self) -> int:
@@ -59,20 +66,30 @@ class TcpTransport:
     ) -> Received:
         check_room(manifest, block_bytes, staging)
         lines = [self._lines.take(address)]
+        loop, silence_s = asyncio.get_running_loop(), self._silence_s
+        silence = asyncio.timeout(silence_s)
+
+        def heard() -> None:
+            if silence_s is not None:
+                silence.reschedule(loop.time() + silence_s)
+
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s), silence:
                 offer = await open_transfer(lines[0], manifest, Kind.TCP, deadline_s)
+                heard()
                 check = Check(offer, manifest, block_bytes, staging.view)
                 spans = Spans(check.count, block_bytes)
                 lines += [self._lines.take(address) for _ in range(spans.streams - 1)]
                 async with asyncio.TaskGroup() as streams:
                     for line in lines:
-                        streams.create_task(_fetch(line, manifest, spans, check, staging.view))
+                        streams.create_task(_fetch(line, manifest, spans, check, staging.view, heard))
                 received = await finish(lines[0], manifest, check)
                 self._lines.give_back(address, lines)
                 lines.clear()
                 return received
         except TimeoutError as error:
+            if silence.expired():
+                raise SourceLost(f"nothing came from {address} for {silence_s:g} s") from error
             raise Unavailable(
                 f"{address} did not send {len(manifest.blocks)} blocks within {deadline_s:g} s"
             ) from error
@@ -83,7 +100,9 @@ class TcpTransport:
                 line.close()
 
 
-async def _fetch(line: Line, manifest: Manifest, spans: Spans, check: Check, view: memoryview) -> None:
+async def _fetch(
+    line: Line, manifest: Manifest, spans: Spans, check: Check, view: memoryview, heard: Callable[[], None]
+) -> None:
     """One stream's part: spans, as long as there are any."""
     while (span := spans.take()) is not None:
         try:
@@ -93,6 +112,7 @@ async def _fetch(line: Line, manifest: Manifest, spans: Spans, check: Check, vie
                 upto = min(span.end, span.begin + _RECEIVE_BYTES)
                 check.whole(spans.arrived(span, await stream.receive_some(view[span.begin : upto])))
                 line.patience.progress()
+                heard()
         except (OSError, EOFError) as error:
             line.close()
             spans.put_back(span)

@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gyre.errors import Refused
+from gyre.errors import Refused, Unavailable
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.staging import Staging
+
+
+class SourceLost(Unavailable):
+    """The source cannot be reached, was lost for good, or hangs: it is no use to ask it again right away."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Received:
     blocks: tuple[tuple[bytes, memoryview], ...]
     """Name and bytes, each checked. The bytes lie in the staging memory."""
     damaged: int
-    """Blocks that are left out because their bytes were not those that the source has."""
+    """Blocks that are left out because their bytes were not those that the source has, or had taken back meanwhile."""
 
     @property
     def bytes(self) -> int:
@@ -39,6 +43,14 @@ class BlockLease(Protocol):
     @property
     def blocks(self) -> Sequence[memoryview | None]:
         """The bytes of each block of the manifest; None for one that is not here."""
+        ...
+
+    def intact(self, number: int) -> bool:
+        """Whether the block of that number has been what it was ever since it was leased.
+
+        Always so where a lease keeps the owner from changing it. Where it does not, this is asked after the bytes were
+        read, and a block that is not intact by then is damaged, whatever its checksum.
+        """
         ...
 
     def end(self) -> None: ...

@@ -94,6 +94,9 @@ class _Lease:
         self._numbers = [item[0] for item in held if item is not None]
         self.blocks: Sequence[memoryview | None] = [None if item is None else item[1] for item in held]
 
+    def intact(self, number: int) -> bool:
+        return True  # the block store neither evicts nor overwrites what is leased
+
     def end(self) -> None:
         numbers, self._numbers = self._numbers, []
         if numbers:

@@ -24,7 +24,7 @@ from gyre.engine.local.requests import Output, SampleRequest, merge, read_reques
 from gyre.engine.local.thread import EngineThread
 from gyre.engine.records import PauseMode
 from gyre.errors import BadInput, GyreError, Refused
-from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.orders import lack_answer, pull_order, pulled_answer
 
 _LONGEST_BODY_BYTES = 64 * 1024 * 1024
 _FENCE_S = 1.0
@@ -245,36 +245,12 @@ class EngineServer:
         ids = token_ids("token_ids", body.get("token_ids"))
         exchange = self._exchanges()
         lack = await exchange.lack(ids, _whole_version(body))
-        return web.json_response(
-            {
-                "version": lack.version,
-                "layout": lack.layout,
-                "blocks": lack.blocks,
-                "missing": [name.hex() for name in lack.missing],
-            }
-        )
+        return web.json_response(lack_answer(lack))
 
     async def _kv_pull(self, request: web.Request) -> web.Response:
         body = await _body(request)
         exchange = self._exchanges()
-        manifest = body.get("manifest")
-        if not isinstance(manifest, dict):
-            raise BadInput("manifest", manifest, "a JSON object is expected")
-        deadline_s = body.get("deadline_s", 5.0)
-        if type(deadline_s) not in (int, float) or not 0 < deadline_s <= 600:
-            raise BadInput("deadline_s", deadline_s, "seconds, above 0 and up to 600")
-        pulled = await exchange.pull(
-            _text(body, "source"), Manifest.from_json(cast("dict[str, Any]", manifest)), float(deadline_s)
-        )
-        return web.json_response(
-            {
-                "blocks": pulled.blocks,
-                "bytes": pulled.bytes,
-                "damaged": pulled.damaged,
-                "seconds": pulled.seconds,
-                "reason": pulled.reason,
-            }
-        )
+        return web.json_response(pulled_answer(await exchange.pull(*pull_order(body))))
 
     def _exchanges(self) -> KvExchange:
         if self._exchange is None:

@@ -1,0 +1,325 @@
+"""The pages of one SGLang scheduler, exchanged with its peers: what `hicache` joins to SGLang, and knows nothing of it.
+
+    gateway ── lack, pull ──▶ exchange ── pulls ──▶ the peer's exchange ── leases ──▶ the peer's host pool
+                                 │ arrivals
+    SGLang's threads ── present? fetch ──▶ copied into its host pool
+
+The network has a thread and an event loop of its own. SGLang's threads never wait for it: what they may have is in
+memory already, because the gateway ordered it before it sent the request that wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from gyre.credentials import Credentials
+from gyre.engine.access import http_key
+from gyre.engine.records import KvLack, KvPulled
+from gyre.errors import BadInput, GyreError, Refused
+from gyre.kv_migrate.arrivals import Arrivals, Pieces
+from gyre.kv_migrate.choice import Kind
+from gyre.kv_migrate.greeting import Certificates, SharedSecret
+from gyre.kv_migrate.host_pages import HostPages, Page
+from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.orders import OrderServer
+from gyre.kv_migrate.staging import Staging
+from gyre.kv_migrate.tcp import TcpTransport
+from gyre.kv_migrate.transport import BlockLease, Received, SourceLost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+PageNames = Callable[[Sequence[int], int], list[bytes]]
+"""The names of the whole pages of a prefix under a version, as the engine itself makes them."""
+
+_PIECE = 2
+"""Bytes of a piece's number, behind its page's name."""
+_START_S = 60.0
+_LEFT_ALONE_S = 5.0
+"""A source that was lost is asked nothing for so long."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Our part of SGLang's `--hicache-storage-backend-extra-config`."""
+
+    secret_file: str
+    """The job's secret: by it peers know each other, and its key lets the gateway give orders."""
+    orders: str
+    """HOST:PORT where the orders are served. Peers read pages at the same host, on a port that is free."""
+    model: str = ""
+    """Which weights these are, by whatever name the job has for them; pages of others are refused."""
+    certificates: tuple[str, ...] = ()
+    """CA, CERTIFICATE and KEY of this node: by them peers on other machines know each other."""
+    keep_bytes: int = 1 << 30
+    """Of pages that have come and are not asked for yet."""
+    silence_s: float = 0.45
+    """A source from which nothing comes for so long is given up."""
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> Settings:
+        """Raises BadInput. What belongs to SGLang is passed over."""
+        _need(config, "secret_file", isinstance(config.get("secret_file"), str), "a path is expected")
+        host, _, port = str(config.get("orders")).rpartition(":")
+        _need(config, "orders", bool(host) and port.isdecimal(), "HOST:PORT is expected")
+        certificates = config.get("certificates", [])
+        named = isinstance(certificates, list) and len(cast("list[Any]", certificates)) in (0, 3)
+        _need(config, "certificates", named, "CA, CERTIFICATE and KEY are expected")
+        keep_bytes, silence_s = config.get("keep_bytes", cls.keep_bytes), config.get("silence_s", cls.silence_s)
+        _need(config, "keep_bytes", type(keep_bytes) is int and keep_bytes > 0, "bytes, above 0")
+        _need(config, "silence_s", type(silence_s) in (int, float) and silence_s > 0, "seconds, above 0")
+        return cls(
+            secret_file=config["secret_file"],
+            orders=config["orders"],
+            model=str(config.get("model", "")),
+            certificates=tuple(map(str, cast("list[Any]", certificates))),
+            keep_bytes=keep_bytes,
+            silence_s=float(silence_s),
+        )
+
+
+class PageExchange:
+    """Serves from when it is made until `close`. Raises BadInput where it cannot. `names` may be called on any thread."""
+
+    def __init__(
+        self, settings: Settings, pages: HostPages, page_tokens: int, names: PageNames, ranks: str = ""
+    ) -> None:
+        self._settings = settings
+        self._pages = pages
+        self._page_tokens = page_tokens
+        self._names = names
+        self._layout = f"{pages.shape}{ranks}"
+        self._arrivals = Arrivals(settings.keep_bytes)
+        self._lost: dict[str, float] = {}
+        self._grew: set[asyncio.Event] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gyre-kv", daemon=True)
+        self._thread.start()
+        try:
+            self._transport, self._server = self._run(self._serve())
+        except BaseException:
+            self._end_loop()
+            raise
+        _log.info("KV pages move over %s (the dynamic HiCache back end), orders at %s", Kind.TCP, settings.orders)
+
+    def close(self) -> None:
+        self._run(self._stop())
+        self._end_loop()
+
+    # ------------------------------------------------------------------------------------------ SGLang's threads
+
+    def present(self, names: Sequence[bytes]) -> int:
+        """How many of the pages, from the first on, `fetch` can give."""
+        found = self._pages.find(names)
+        for count, (name, page) in enumerate(zip(names, found, strict=True)):
+            if page is None and name not in self._arrivals:
+                return count
+        return len(names)
+
+    def fetch(self, names: Sequence[bytes], slots: Tensor) -> list[bool]:
+        """Copy pages into slots of the host pool that SGLang has set aside, up to the first that is not here."""
+        firsts: list[int] = slots[:: len(slots) // max(1, len(names))].tolist()
+        came: list[bool] = []
+        for name, first in zip(names, firsts, strict=True):
+            came.append(self._fetch(name, first))
+            if not came[-1]:
+                break
+        whole = sum(came)
+        self.written(names[:whole], slots[: whole * self._page_tokens])
+        return [*came, *[False] * (len(names) - len(came))]
+
+    def written(self, names: Sequence[bytes], slots: Tensor) -> None:
+        """SGLang has these pages in its host pool: peers may read them from now on."""
+        self._pages.written(names, slots)
+        self._loop.call_soon_threadsafe(self._tell_those_who_wait)
+
+    def _fetch(self, name: bytes, first_slot: int) -> bool:
+        pieces = self._arrivals.take(name)
+        if pieces is not None:
+            self._pages.fill(first_slot, pieces)
+            return True
+        (page,) = self._pages.find([name])  # another request has brought it, or SGLang has computed it meanwhile
+        if page is None:
+            return False
+        self._pages.fill(first_slot, self._pages.views(page))
+        return self._pages.intact(name, page)
+
+    # ------------------------------------------------------------------------------------------ orders
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "address": self._transport.describe(),
+            "epoch": self._transport.epoch,
+            "layout": self._layout,
+            "block_tokens": self._page_tokens,
+            "model": self._settings.model,
+            "carrier": f"{Kind.TCP}: the dynamic HiCache back end has no other",
+        }
+
+    async def lack(self, token_ids: Sequence[int], version: int) -> KvLack:
+        """Which whole pages of the prefix are neither in the host pool nor among the arrivals."""
+        names = await asyncio.to_thread(self._names, token_ids, version)
+        return KvLack(version, self._layout, len(names), tuple(self._missing(names)))
+
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
+        """Fetch pages from the peer at `source` and keep them for the request that will want them."""
+        started_s = time.monotonic()
+        try:
+            count, size, damaged = await self._pull(source, manifest, deadline_s)
+        except GyreError as error:
+            return KvPulled(0, 0, 0, time.monotonic() - started_s, str(error))
+        return KvPulled(count, size, damaged, time.monotonic() - started_s, "")
+
+    async def _pull(self, source: str, manifest: Manifest, deadline_s: float) -> tuple[int, int, int]:
+        """Pages that are here by it, their bytes, and the pages that came damaged."""
+        self._check(manifest)
+        if self._lost.get(source, 0.0) > time.monotonic():
+            raise Refused(f"{source} was lost a moment ago and is left alone")
+        # The start of a prefix is worth more than its end: without room for all, the first ones are taken.
+        missing = self._missing(manifest.blocks)[: self._settings.keep_bytes // self._pages.page_bytes]
+        numbers = range(self._pages.pieces)
+        wanted = replace(manifest, blocks=tuple(_piece_name(name, number) for name in missing for number in numbers))
+        staging = Staging(len(missing) * self._pages.page_bytes)
+        try:
+            received = await self._transport.pull(source, wanted, self._pages.piece_bytes, staging, deadline_s)
+        except SourceLost:
+            self._lost[source] = time.monotonic() + _LEFT_ALONE_S
+            raise
+        whole = _whole(received, self._pages.pieces)
+        self._arrivals.put(manifest.version, staging.size, whole)
+        here = len(manifest.blocks) - len(self._missing(manifest.blocks))
+        damaged = min(len(missing) - len(whole), -(-received.damaged // self._pages.pieces))
+        return here, len(whole) * self._pages.page_bytes, damaged
+
+    def _missing(self, names: Sequence[bytes]) -> list[bytes]:
+        found = zip(names, self._pages.find(names), strict=True)
+        return [name for name, page in found if page is None and name not in self._arrivals]
+
+    # ------------------------------------------------------------------------------------------ peers
+
+    async def lease(self, manifest: Manifest) -> BlockLease:
+        """The pieces that are here, for a peer. Refused when the model or the layout differs."""
+        self._check(manifest)
+        pages = list(dict.fromkeys(name[:-_PIECE] for name in manifest.blocks))
+        found = dict(zip(pages, await self._settled(pages), strict=True))
+        return _Lease(self._pages, manifest.blocks, found)
+
+    async def _settled(self, names: Sequence[bytes]) -> list[Page | None]:
+        """The pages that are here, after a moment for those that are not: SGLang writes what a request has
+        generated only when it ends, and a little after the answer to that."""
+        grew = asyncio.Event()
+        self._grew.add(grew)
+        try:
+            # Half of what the peer waits for a word, unless it is set to wait less.
+            async with asyncio.timeout(self._settings.silence_s / 2):
+                while None in (found := self._pages.find(names)):
+                    await grew.wait()
+                    grew.clear()
+        except TimeoutError:
+            return self._pages.find(names)
+        else:
+            return found
+        finally:
+            self._grew.discard(grew)
+
+    def _tell_those_who_wait(self) -> None:
+        for grew in self._grew:
+            grew.set()
+
+    def _check(self, manifest: Manifest) -> None:
+        if manifest.model != self._settings.model:
+            raise Refused(f"KV of model {manifest.model} was asked for, and this engine's is {self._settings.model}")
+        if manifest.layout != self._layout:
+            raise Refused(f"KV of layout {manifest.layout} was asked for, and this engine's is {self._layout}")
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    async def _serve(self) -> tuple[TcpTransport, OrderServer]:
+        settings = self._settings
+        secret = _secret(Path(settings.secret_file))
+        host, _, port = settings.orders.rpartition(":")
+        named = settings.certificates
+        greeting = Certificates(Credentials(*map(Path, named))) if named else SharedSecret(secret)
+        transport = await TcpTransport.open(greeting, host, silence_s=settings.silence_s)
+        server = OrderServer(self, http_key(secret.decode()))
+        try:
+            await server.serve(host, int(port))
+        except BaseException:
+            await transport.close()
+            raise
+        transport.register(self)
+        return transport, server
+
+    async def _stop(self) -> None:
+        await self._server.close()
+        await self._transport.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_START_S)
+        self._loop.close()
+
+
+class _Lease:
+    """Keeps nobody from freeing the pages: SGLang's ranks must all see their pools change alike, and its scheduler must not
+    wait for a peer. What was freed while it was read is not intact, and the peer drops it (decision 0011)."""
+
+    def __init__(self, pages: HostPages, names: Sequence[bytes], found: dict[bytes, Page | None]) -> None:
+        self._pages = pages
+        self._read = [(name[:-_PIECE], found[name[:-_PIECE]]) for name in names]
+        numbers = [int.from_bytes(name[-_PIECE:], "big") for name in names]
+        self.blocks: Sequence[memoryview | None] = [
+            None if page is None else _piece(pages, page, number)
+            for (_, page), number in zip(self._read, numbers, strict=True)
+        ]
+
+    def intact(self, number: int) -> bool:
+        name, page = self._read[number]
+        return page is not None and self._pages.intact(name, page)
+
+    def end(self) -> None:
+        self.blocks = ()
+
+
+def _piece(pages: HostPages, page: Page, number: int) -> memoryview | None:
+    views = pages.views(page)
+    return views[number] if number < len(views) else None
+
+
+def _piece_name(page: bytes, number: int) -> bytes:
+    return page + number.to_bytes(_PIECE, "big")
+
+
+def _whole(received: Received, pieces: int) -> dict[bytes, Pieces]:
+    """The pages of which every piece came as it was sent."""
+    pages: dict[bytes, list[memoryview]] = {}
+    for name, data in received.blocks:
+        pages.setdefault(name[:-_PIECE], []).append(data)
+    return {name: came for name, came in pages.items() if len(came) == pieces}
+
+
+def _need(config: dict[str, Any], key: str, right: bool, allowed: str) -> None:
+    if not right:
+        raise BadInput(f"hicache extra config: {key}", config.get(key), allowed)
+
+
+def _secret(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise BadInput("secret_file", str(path), f"it must be readable ({error.strerror})") from error
+    if len(secret) < 16:
+        raise BadInput("secret_file", str(path), "at least 16 bytes are expected in it")
+    return secret

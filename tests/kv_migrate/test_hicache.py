@@ -1,0 +1,422 @@
+"""The pages of SGLang's host pools from one scheduler's process to another's, whatever SGLang does to them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gyre import pki
+from gyre.engine.access import http_key
+from gyre.engine.client import EngineClient, EngineRefused, KvPulled, orders_url
+from gyre.errors import BadInput
+from gyre.kv_migrate.asking import Line
+from gyre.kv_migrate.choice import Kind
+from gyre.kv_migrate.conversation import AskChecksums, Checksums, Fetch, Granted, Offer, Open
+from gyre.kv_migrate.greeting import SharedSecret
+from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.page_exchange import Settings
+from kv_migrate.host_pool import LAYOUTS, PAGE_SLOTS, TorchPool, content
+from kv_migrate.pages import OTHER, Scheduler, page_name
+from kv_migrate.peers import between
+
+SECRET = "a secret of the engines"
+MODEL = "the weights"
+LIMIT_S = 60.0
+PAGES = 12
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """Of a peer; each takes a port of its own for the orders."""
+    (tmp_path / "secret").write_text(SECRET, encoding="utf-8")
+    return {"secret_file": str(tmp_path / "secret"), "model": MODEL, "silence_s": 5.0}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A scheduler with its pages; `process` is None when it is in this one."""
+
+    process: subprocess.Popen[str] | None
+    tell: Callable[[str], None]
+    address: str
+    epoch: int
+    layout: str
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, number)
+
+    def manifest(self, *numbers: int, **changes: Any) -> Manifest:
+        names = tuple(page_name(number) for number in numbers)
+        fields = {"epoch": self.epoch, "model": MODEL, "version": 1, "layout": self.layout, "blocks": names}
+        return Manifest(transfer=os.urandom(8).hex(), **(fields | changes))
+
+
+@contextmanager
+def source_process(
+    config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES, width: int = 8
+) -> Iterator[Source]:
+    settings = {**config, "orders": f"127.0.0.1:{free_port()}"}
+    argv = (sys.executable, "-m", "kv_migrate.pages", layout, str(pages), str(width), json.dumps(settings))
+    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+
+        def tell(words: str) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(words, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "done\n"
+
+        try:
+            assert process.stdout is not None
+            yield Source(process, tell, *json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
+            process.wait(LIMIT_S)
+
+
+@contextmanager
+def source(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES, width: int = 8) -> Iterator[Source]:
+    """The same in this process, where it has a thread of its own: it starts sooner."""
+    with target(config, layout, pages, width) as scheduler:
+        yield Source(None, scheduler.tell, *scheduler.introduce())
+
+
+@contextmanager
+def target(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES, width: int = 8) -> Iterator[Scheduler]:
+    settings = Settings.read({**config, "orders": f"127.0.0.1:{free_port()}"})
+    scheduler = Scheduler(settings, layout, pages, width)
+    try:
+        yield scheduler
+    finally:
+        scheduler.exchange.close()
+
+
+async def pull(scheduler: Scheduler, address: str, manifest: Manifest, deadline_s: float = LIMIT_S) -> KvPulled:
+    """As the orders' server would, on the exchange's own loop."""
+    work = scheduler.exchange.pull(address, manifest, deadline_s)
+    loop = scheduler.exchange._loop  # pyright: ignore[reportPrivateUsage]
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+def fetched(scheduler: Scheduler, *numbers: int) -> list[bool]:
+    """What SGLang gets for these pages, each of which has to be its own."""
+    taken = scheduler.pool.alloc(len(numbers))
+    came = scheduler.exchange.fetch([page_name(number) for number in numbers], taken)
+    for number, page, here in zip(numbers, (taken[::PAGE_SLOTS] // PAGE_SLOTS).tolist(), came, strict=True):
+        if here:
+            assert scheduler.pool.read(page) == content(number, scheduler.pool.page_bytes), f"page {number} is wrong"
+    return came
+
+
+def all_numbers() -> str:
+    return " ".join(map(str, range(PAGES)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_pages_move_from_one_process_to_another(config: dict[str, Any], layout: str) -> None:
+    with source_process(config, layout) as there, target(config, layout) as here:
+        there.tell("write 3 1 4 2")
+        assert here.exchange.present([page_name(1)]) == 0
+        pulled = await pull(here, there.address, there.manifest(1, 2, 3))
+        assert (pulled.blocks, pulled.bytes, pulled.damaged, pulled.reason) == (3, 3 * here.pool.page_bytes, 0, "")
+        assert here.exchange.present([page_name(number) for number in (1, 2, 3, 4)]) == 3
+        assert fetched(here, 1, 2, 3, 4) == [True, True, True, False]
+
+
+async def test_pages_that_came_are_served_on(config: dict[str, Any]) -> None:
+    with source(config) as first, target(config) as second, target(config) as third:
+        first.tell("write 1 2")
+        await pull(second, first.address, first.manifest(1, 2))
+        assert fetched(second, 1, 2) == [True, True]
+        about = second.exchange.about()
+        pulled = await pull(third, about["address"], first.manifest(1, 2, epoch=about["epoch"]))
+        assert pulled.blocks == 2, pulled
+        assert fetched(third, 1, 2) == [True, True]
+
+
+async def test_peers_on_other_machines_know_each_other_by_certificates(config: dict[str, Any], tmp_path: Path) -> None:
+    pki.init(tmp_path / "pki", "lab", 30)
+    pki.issue(tmp_path / "pki", "a", pki.Kind.NODE, 10)
+    named = [str(tmp_path / "pki" / file) for file in ("ca.pem", "a.pem", "a.key")]
+    with source({**config, "certificates": named}) as there, target({**config, "certificates": named}) as here:
+        there.tell("write 1")
+        assert (await pull(here, there.address, there.manifest(1))).blocks == 1
+        assert fetched(here, 1) == [True]
+
+
+async def test_a_page_that_sglang_takes_back_while_it_is_read_is_dropped(config: dict[str, Any]) -> None:
+    """The window on purpose: the offer is out and the bytes are not read yet, when the page is freed and written over."""
+    with source_process(config) as there, target(config) as here:
+        there.tell(f"write {all_numbers()}")
+        rewritten = False
+
+        def change(data: bytes, offset: int) -> bytes:
+            nonlocal rewritten
+            if offset > 64 and not rewritten:  # what comes after the greeting: the offer
+                rewritten = True
+                there.tell("rewrite 2 5")
+            return data
+
+        async with between(there.address, change) as address:
+            pulled = await pull(here, address, there.manifest(*range(PAGES)))
+        assert rewritten
+        assert (pulled.blocks, pulled.damaged, pulled.reason) == (PAGES - 2, 2, "")
+        assert here.exchange.present([page_name(number) for number in range(PAGES)]) == 2
+        assert fetched(here, 3, 4, 6) == [True, True, True]
+        assert fetched(here, 5) == [False]
+
+
+async def test_a_source_tells_of_no_page_that_was_taken_back_after_its_bytes_were_sent(config: dict[str, Any]) -> None:
+    """Step by step: bytes and checksum of a page agree, and it is still not the page that was asked for."""
+    with source(config) as there:
+        there.tell("write 1 2")
+        wanted = there.manifest(1, 2)
+        pieces = tuple(name + bytes([0, number]) for name in wanted.blocks for number in range(2))
+        wanted = there.manifest(blocks=pieces)
+        line = Line(Kind.TCP, there.address, SharedSecret(SECRET.encode()))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                offer = await line.ask(Open(wanted, Kind.TCP, LIMIT_S), Offer)
+                there.tell("rewrite 2")
+                await line.ask(Fetch(wanted.transfer, wanted.epoch, 0, sum(offer.sizes)), Granted)
+                data = await (await line.stream()).receive(sum(offer.sizes))
+                sums = await line.ask(AskChecksums(wanted.transfer, wanted.epoch), Checksums)
+        finally:
+            line.close()
+        half = sum(offer.sizes) // 2
+        assert data[:half] == content(1, half)
+        assert data[half:] == content(2 + OTHER, half)
+        assert sums.sums[2:] == (None, None)
+        assert None not in sums.sums[:2]
+
+
+async def test_nothing_is_taken_of_a_pool_that_is_cleared_while_it_is_read(config: dict[str, Any]) -> None:
+    with source(config) as there, target(config) as here:
+        there.tell(f"write {all_numbers()}")
+        cleared = False
+
+        def change(data: bytes, offset: int) -> bytes:
+            nonlocal cleared
+            if offset > 64 and not cleared:
+                cleared = True
+                there.tell("clear")
+            return data
+
+        async with between(there.address, change) as address:
+            pulled = await pull(here, address, there.manifest(*range(PAGES)))
+        assert (pulled.blocks, pulled.damaged) == (0, PAGES)
+        assert here.exchange.present([page_name(0)]) == 0
+
+
+async def test_a_page_that_is_written_a_moment_later_still_comes(config: dict[str, Any]) -> None:
+    """SGLang writes what a stopped request has generated after it has answered that."""
+    with source(config) as there, target(config) as here:
+        there.tell("write 1")
+        asked = asyncio.Event()
+
+        def change(data: bytes, _: int) -> bytes:
+            asked.set()
+            return data
+
+        async with between(there.address, change) as address:
+            pulling = asyncio.ensure_future(pull(here, address, there.manifest(1, 2)))
+            await asked.wait()
+            there.tell("write 2")
+            assert (await pulling).blocks == 2
+
+
+async def test_a_bit_flipped_on_the_way_costs_that_page_only(config: dict[str, Any]) -> None:
+    with source(config, width=512) as there, target(config, width=512) as here:
+        there.tell("write 1 2 3")
+        flipped = False
+
+        def change(data: bytes, offset: int) -> bytes:
+            nonlocal flipped
+            if offset > here.pool.page_bytes * 3 // 2 and not flipped:
+                flipped = True
+                return bytes([data[0] ^ 1]) + data[1:]
+            return data
+
+        async with between(there.address, change) as address:
+            pulled = await pull(here, address, there.manifest(1, 2, 3))
+        assert flipped
+        assert (pulled.blocks, pulled.damaged) == (2, 1)
+
+
+async def test_a_source_killed_at_any_byte_costs_a_recompute(config: dict[str, Any]) -> None:
+    with target({**config, "silence_s": 0.3}, width=512) as here:
+        for at in (1, 100, here.pool.page_bytes):
+            with source_process(config, width=512) as there:
+                there.tell("write 1 2 3")
+
+                def change(data: bytes, offset: int, at: int = at, there: Source = there) -> bytes | None:
+                    if offset + len(data) < at:
+                        return data
+                    there.signal(signal.SIGKILL)
+                    return None
+
+                async with between(there.address, change) as address:
+                    pulled = await pull(here, address, there.manifest(1, 2, 3))
+                assert (pulled.blocks, bool(pulled.reason)) == (0, True)
+                assert here.exchange.present([page_name(1)]) == 0
+
+
+async def test_a_frozen_source_is_given_up_and_left_alone_for_a_while(config: dict[str, Any]) -> None:
+    with source_process(config) as there, target({**config, "silence_s": 0.3}) as here:
+        there.tell("write 1")
+        there.signal(signal.SIGSTOP)
+        frozen = await pull(here, there.address, there.manifest(1))
+        assert "nothing came from" in frozen.reason
+        there.signal(signal.SIGCONT)
+        again = await pull(here, there.address, there.manifest(1))
+        assert "left alone" in again.reason
+        assert here.exchange.present([page_name(1)]) == 0
+
+
+async def test_a_slow_source_is_no_frozen_one(config: dict[str, Any]) -> None:
+    """Silence is counted from the last byte: a transfer may take longer than the longest silence."""
+    with source(config, width=768) as there, target({**config, "silence_s": 2.5}, width=768) as here:
+        there.tell(f"write {all_numbers()}")
+
+        def change(data: bytes, _: int) -> bytes:
+            if len(data) > 4096:
+                time.sleep(0.3)  # the pull has a thread of its own
+            return data
+
+        async with between(there.address, change) as address:
+            pulled = await pull(here, address, there.manifest(*range(PAGES)))
+        assert (pulled.blocks, pulled.reason) == (PAGES, "")
+        assert pulled.seconds > 2.5
+
+
+async def test_another_model_another_layout_and_another_epoch_are_refused(config: dict[str, Any]) -> None:
+    with source(config) as there, target(config) as here:
+        there.tell("write 1")
+        assert "model another" in (await pull(here, there.address, there.manifest(1, model="another"))).reason
+        assert "layout another" in (await pull(here, there.address, there.manifest(1, layout="another"))).reason
+        assert "is over" in (await pull(here, there.address, there.manifest(1, epoch=there.epoch - 1))).reason
+    with source(config, layout="layer_first") as there, target(config) as here:
+        there.tell("write 1")
+        other = there.manifest(1, layout=here.exchange.about()["layout"])
+        assert "layer_first" in (await pull(here, there.address, other)).reason
+
+
+async def test_whoever_does_not_know_the_secret_gets_no_page_and_gives_no_order(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "other").write_text("a secret of somebody else", encoding="utf-8")
+    orders = f"127.0.0.1:{free_port()}"
+    with source(config) as there, target({**config, "secret_file": str(tmp_path / "other")}) as stranger:
+        there.tell("write 1")
+        assert "secret" in (await pull(stranger, there.address, there.manifest(1))).reason
+    scheduler = Scheduler(Settings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
+    try:
+        async with EngineClient(f"http://{orders}", key="wrong") as client:
+            with pytest.raises(EngineRefused, match="401"):
+                await client._call("GET", "/kv", None)  # pyright: ignore[reportPrivateUsage]
+        async with EngineClient(f"http://{orders}", key=http_key(SECRET)) as client:
+            about = await client._call("GET", "/kv", None)  # pyright: ignore[reportPrivateUsage]
+            assert about == scheduler.exchange.about()
+    finally:
+        scheduler.exchange.close()
+
+
+async def test_orders_name_what_is_lacking_and_bring_it(config: dict[str, Any]) -> None:
+    orders = f"127.0.0.1:{free_port()}"
+    scheduler = Scheduler(Settings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
+    try:
+        with source(config) as there:
+            there.tell("write 0 1 2")
+            scheduler.write(0)
+            async with EngineClient(f"http://{orders}", key=http_key(SECRET)) as client:
+                client._orders = client._origin  # pyright: ignore[reportPrivateUsage]
+                lack = await client.kv_lack([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3], 1)
+                assert (lack.blocks, lack.missing) == (3, (page_name(1), page_name(2)))
+                assert lack.layout == there.layout
+                pulled = await client.kv_pull(there.address, there.manifest(blocks=lack.missing), LIMIT_S)
+                assert (pulled.blocks, pulled.reason) == (2, "")
+                assert (await client.kv_lack([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], 1)).missing == ()
+                assert (await client.kv_lack([0, 0, 0, 0, 1, 1, 1, 1], 2)).missing == (page_name(0, 2), page_name(1, 2))
+            assert fetched(scheduler, 1, 2) == [True, True]
+    finally:
+        scheduler.exchange.close()
+
+
+async def test_without_room_for_all_the_start_of_the_prefix_is_taken(config: dict[str, Any]) -> None:
+    page_bytes = TorchPool(LAYOUTS[0], 1, width=65536).page_bytes
+    room = {**config, "keep_bytes": 2 * page_bytes}
+    with source(config, pages=4, width=65536) as there, target(room, pages=4, width=65536) as here:
+        there.tell("write 1 2 3")
+        pulled = await pull(here, there.address, there.manifest(1, 2, 3))
+        assert pulled.blocks == 2
+        assert here.exchange.present([page_name(number) for number in (1, 2, 3)]) == 2
+
+
+async def test_a_page_that_is_in_the_pool_already_is_given_from_there(config: dict[str, Any]) -> None:
+    with target(config) as here:
+        here.write(1)
+        assert here.exchange.present([page_name(1), page_name(2)]) == 1
+        assert fetched(here, 1, 2) == [True, False]
+
+
+async def test_pages_are_no_arrivals_of_another_version(config: dict[str, Any]) -> None:
+    with source(config) as there, target(config) as here:
+        there.tell("write 1")
+        await pull(here, there.address, there.manifest(1))
+        assert here.exchange.present([page_name(1, version=2)]) == 0
+        assert here.exchange.present([page_name(1)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"secret_file": None}, "secret_file"),
+        ({"orders": "9001"}, "orders"),
+        ({"certificates": ["ca.pem"]}, "certificates"),
+        ({"keep_bytes": 0}, "keep_bytes"),
+        ({"silence_s": "long"}, "silence_s"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_allowed_are_named(change: dict[str, Any], field: str) -> None:
+    good = {"secret_file": "/a", "orders": "127.0.0.1:9001", "backend_name": "gyre"}
+    assert Settings.read(good).silence_s == 0.45
+    with pytest.raises(BadInput, match=field):
+        Settings.read(good | change)
+
+
+def test_a_port_that_is_taken_ends_the_start(config: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = Settings.read({**config, "orders": f"127.0.0.1:{taken.getsockname()[1]}"})
+        with pytest.raises(BadInput, match="must be free"):
+            Scheduler(settings, LAYOUTS[0], PAGES)
+
+
+def test_where_orders_go_is_read_from_sglangs_own_options() -> None:
+    assert orders_url({"hicache_storage_backend_extra_config": '{"orders": "10.0.0.1:9001"}'}) == "http://10.0.0.1:9001"
+    for other in (
+        {},
+        {"hicache_storage_backend_extra_config": None},
+        {"hicache_storage_backend_extra_config": "@f.json"},
+    ):
+        assert orders_url(other) == ""
