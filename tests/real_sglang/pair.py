@@ -1,0 +1,125 @@
+"""Two real SGLang engines on CPU whose pages move by our plug-in, each in processes that tests may kill and stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre.engine.access import http_key
+
+SECRET = "a secret of the engines"
+PAGE_TOKENS = 16
+BOOT_S = 300.0
+_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
+    *("--page-size", str(PAGE_TOKENS), "--max-running-requests", "32", "--mem-fraction-static", "0.3"),
+    *("--skip-server-warmup", "--log-level", "info", "--random-seed", "7"),
+    *("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-write-policy", "write_through"),
+    *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete"),
+)
+
+
+_CACHE = Path(os.environ.get("GYRE_CACHE") or Path(__file__).parents[2] / ".cache")
+PYTHON = Path(os.environ.get("GYRE_SGLANG_PYTHON") or _CACHE / "sglang-0.5.23" / "bin" / "python")
+MISSING = "" if PYTHON.is_file() else "SGLang is not installed here: bin/sglang-env, 4 minutes"
+
+
+@dataclass
+class Engine:
+    name: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def scheduler(self) -> int:
+        """The process that samples; the one that answers HTTP is another."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                of_ours = os.getsid(int(folder.name)) == self.process.pid
+                if of_ours and (folder / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
+                    return int(folder.name)
+            except OSError:
+                continue
+        raise AssertionError(f"{self.name} has no scheduler process")
+
+    def end(self) -> None:
+        """All of its processes, also those that are stopped."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start(
+    name: str, model: Path, version: int, folder: Path, extra: Mapping[str, Any] | None = None, *flags: str
+) -> Engine:
+    """Begin to start one; `ready` waits for it. `extra` goes into the plug-in's settings."""
+    port, orders = _free_port(), _free_port()
+    secret = folder / "secret"
+    secret.write_text(SECRET, encoding="utf-8")
+    settings = {
+        "backend_name": "gyre",
+        "module_path": "gyre.kv_migrate.hicache",
+        "class_name": "GyreStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": PAGE_TOKENS,
+        "secret_file": str(secret),
+        "orders": f"127.0.0.1:{orders}",
+        "model": "the weights",
+        "silence_s": 5.0,  # a machine under load may well be silent for half a second
+    }
+    command = [
+        *("nice", "-n", "5", str(PYTHON), "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
+        *("--api-key", http_key(SECRET), *_FLAGS, *flags),
+        *("--hicache-storage-backend-extra-config", json.dumps({**settings, **(extra or {})})),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    return Engine(name, port, process, log)
+
+
+def ready(engine: Engine) -> None:
+    """Until it answers. Fails with the end of its log when it does not."""
+    until_s = time.monotonic() + BOOT_S
+    ask = urllib.request.Request(f"{engine.url}/model_info", headers={"Authorization": f"Bearer {http_key(SECRET)}"})
+    while True:
+        try:
+            with urllib.request.urlopen(ask, timeout=5):
+                return
+        except (OSError, urllib.error.URLError):
+            gone = engine.process.poll() is not None
+            if gone or time.monotonic() > until_s:
+                tail = engine.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+                raise AssertionError(f"{engine.name} {'ended' if gone else 'is not ready'}:\n{tail}") from None
+            time.sleep(0.25)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

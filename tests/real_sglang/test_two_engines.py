@@ -1,0 +1,299 @@
+"""Requests that are stopped on one real SGLang and continued on another: as if they had never been stopped.
+
+The two engines are started once. The tests come in the order of what they do to the first: it is asked, put under
+pressure, given other weights, frozen, and in the end killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from engine.tiny_models import make_model
+
+from gyre.engine.access import http_key
+from gyre.engine.client import EngineClient, GenerateRequest
+from gyre.kv_migrate.prefix import MoveReport, move_prefix
+from real_sglang.pair import MISSING, PAGE_TOKENS, SECRET, Engine, ready, start
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# In float32 the order in which a batch is added up moves no token's rank.
+SHAPE = {
+    "vocab_size": 2048,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+TOTAL = 64
+"""Tokens that each request samples."""
+NOISE = 1e-4
+"""The most that a recompute moves a log-prob."""
+MOVE_S = 60.0
+LIMIT_S = 240.0
+POOL_TOKENS = 12288
+FLAGS = (
+    *("--max-total-tokens", str(POOL_TOKENS), "--hicache-ratio", "1.25", "--hicache-mem-layout", "page_first_direct"),
+    *("--chunked-prefill-size", "256", "--dtype", "float32"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    a: Engine
+    b: Engine
+    folder: Path
+    models: tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    models = (make_model(folder / "v1", seed=1, **SHAPE), make_model(folder / "v2", seed=2, **SHAPE))
+    engines: list[Engine] = []
+    try:
+        engines.extend(start(name, models[0], 1, folder, None, *FLAGS) for name in ("a", "b"))
+        for engine in engines:
+            ready(engine)
+        yield Pair(engines[0], engines[1], folder, models)
+    finally:
+        for engine in engines:
+            engine.end()
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    cached_tokens: int = -1
+
+
+@asynccontextmanager
+async def clients(pair: Pair) -> AsyncIterator[tuple[EngineClient, EngineClient]]:
+    key = http_key(SECRET)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        EngineClient(pair.a.url, key=key) as a,
+        EngineClient(pair.b.url, key=key) as b,
+    ):
+        yield a, b
+
+
+async def sample(
+    client: EngineClient,
+    ids: Sequence[int],
+    tokens: int,
+    key: int,
+    *,
+    temperature: float = 0.0,
+    stop_after: int | None = None,
+) -> Answer:
+    """`key` is the version that the request is cached under. With `stop_after` it is stopped at so many tokens."""
+    rid, answer, stopping = f"r{random.getrandbits(64):x}", Answer(), None
+    request = GenerateRequest(rid, list(ids), tokens, temperature=temperature, ignore_eos=True, version=key)
+    if stop_after == 0:
+        stopping = asyncio.ensure_future(_stop_soon(client, rid))
+    async for chunk in client.generate(request):
+        answer.token_ids += chunk.token_ids
+        answer.logprobs += chunk.logprobs
+        answer.cached_tokens = chunk.cached_tokens
+        if stop_after and len(answer.token_ids) >= stop_after and stopping is None:
+            stopping = asyncio.ensure_future(client.abort(rid))
+    if stopping is not None:
+        await stopping
+    return answer
+
+
+async def _stop_soon(client: EngineClient, rid: str) -> None:
+    """While it reads its prompt, or before."""
+    await asyncio.sleep(random.uniform(0.0, 0.3))
+    await client.abort(rid)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return [random.Random(seed).randrange(3, SHAPE["vocab_size"]) for _ in range(tokens)]
+
+
+def whole_blocks(tokens: int) -> int:
+    """Of the prefix the last token is computed in any case."""
+    return (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Moved:
+    start: Answer
+    report: MoveReport
+    rest: Answer
+    whole: Answer
+
+
+async def stopped_and_continued(
+    a: EngineClient, b: EngineClient, whole: Answer, ids: list[int], stop_after: int, key: int = 1
+) -> Moved:
+    start = await sample(a, ids, TOTAL, key, stop_after=stop_after)
+    so_far = ids + start.token_ids
+    report = await move_prefix(a, b, so_far, key, MOVE_S)
+    rest = Answer()
+    if len(start.token_ids) < TOTAL:
+        rest = await sample(b, so_far, TOTAL - len(start.token_ids), key)
+    return Moved(start, report, rest, whole)
+
+
+def as_if_never_stopped(moved: Moved) -> None:
+    assert moved.start.token_ids + moved.rest.token_ids == moved.whole.token_ids
+    assert moved.start.logprobs + moved.rest.logprobs == pytest.approx(moved.whole.logprobs, abs=NOISE)
+
+
+async def all_whole(b: EngineClient, prompts: Sequence[list[int]], key: int) -> list[Answer]:
+    """What each gives when nothing stops it. Its cache is one of its own: no other request reads a key's pages."""
+    return list(await asyncio.gather(*(sample(b, ids, TOTAL, key) for ids in prompts)))
+
+
+async def test_twenty_requests_stopped_anywhere_are_continued_elsewhere(pair: Pair) -> None:
+    noise = random.Random(5)
+    prompts = [prompt(seed, noise.randrange(20, 700)) for seed in range(20)]
+    stops = [noise.choice([0, 1, 7, 16, 17, 30]) for _ in prompts]
+    async with clients(pair) as (a, b):
+        whole = await all_whole(b, prompts, key=91)
+        moves = await asyncio.gather(
+            *(stopped_and_continued(a, b, *request) for request in zip(whole, prompts, stops, strict=True))
+        )
+    reading = 0
+    for ids, moved in zip(prompts, moves, strict=True):
+        as_if_never_stopped(moved)
+        reading += not moved.start.token_ids
+        if 0 < len(moved.start.token_ids) < TOTAL:
+            assert moved.report.reason == ""
+            assert moved.rest.cached_tokens == whole_blocks(len(ids) + len(moved.start.token_ids))
+    assert reading, "none was stopped while it read its prompt"
+    assert any(moved.start.token_ids and moved.rest.token_ids for moved in moves)
+
+
+async def test_requests_that_share_a_prefix_move_together(pair: Pair) -> None:
+    shared = prompt(100, 320)
+    prompts = [shared + prompt(seed, 50) for seed in range(101, 107)]
+    async with clients(pair) as (a, b):
+        whole = await all_whole(b, prompts, key=92)
+        moves = await asyncio.gather(
+            *(stopped_and_continued(a, b, answer, ids, 20) for answer, ids in zip(whole, prompts, strict=True))
+        )
+    for ids, moved in zip(prompts, moves, strict=True):
+        as_if_never_stopped(moved)
+        assert moved.rest.cached_tokens == whole_blocks(len(ids) + len(moved.start.token_ids))
+
+
+async def test_sampled_tokens_have_the_log_probs_that_a_recompute_gives(pair: Pair) -> None:
+    """At a temperature: SGLang takes a seed only where it is deterministic, which it is not on a CPU."""
+    ids = prompt(200, 300)
+    async with clients(pair) as (a, b):
+        start = await sample(a, ids, TOTAL, 1, temperature=1.0, stop_after=20)
+        so_far = ids + start.token_ids
+        report = await move_prefix(a, b, so_far, 1, MOVE_S)
+        rest = await sample(b, so_far, TOTAL - len(start.token_ids), 1, temperature=1.0)
+        assert report.reason == ""
+        assert rest.cached_tokens == whole_blocks(len(so_far))
+        sampled = start.token_ids + rest.token_ids
+        told = start.logprobs + rest.logprobs
+        assert len(sampled) == TOTAL
+        assert await scored(a, ids, sampled, key=93) == pytest.approx(told, abs=NOISE)
+
+
+async def scored(client: EngineClient, ids: list[int], sampled: list[int], key: int) -> list[float]:
+    """The log-prob of each sampled token after those before it, computed anew."""
+    body = {
+        "input_ids": ids + sampled,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "extra_key": str(key),
+    }
+    answer = await client._post("/generate", body)  # pyright: ignore[reportPrivateUsage]
+    return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][len(ids) :]]
+
+
+async def test_a_source_under_pressure_evicts_what_it_likes_and_nothing_is_wrong(pair: Pair) -> None:
+    prompts = [prompt(seed, 400) for seed in range(300, 308)]
+    flood = [prompt(seed, 600) for seed in range(400, 430)]
+    early = prompt(299, 400)
+    async with clients(pair) as (a, b):
+        await sample(a, early, 1, 1)
+        while (await a.kv_lack(early, 1)).missing:  # noqa: ASYNC110 - another process' state
+            await asyncio.sleep(0.05)
+        whole = await all_whole(b, prompts, key=94)
+        *moves, _ = await asyncio.gather(
+            *(stopped_and_continued(a, b, answer, ids, 12) for answer, ids in zip(whole, prompts, strict=True)),
+            asyncio.gather(*(sample(a, ids, 4, 1) for ids in flood)),
+        )
+        for moved in moves:
+            as_if_never_stopped(moved)
+        assert (await a.kv_lack(early, 1)).missing, "the pressure was too low to evict anything"
+
+
+async def test_kv_of_a_version_that_is_over_is_never_read(pair: Pair) -> None:
+    """Stopped under version 1 on A, continued under version 2 on B: pages of both were in both pools, and among B's arrivals."""
+    prompts = [prompt(seed, 200) for seed in range(500, 506)]
+    async with clients(pair) as (a, b):
+        starts = await asyncio.gather(*(sample(a, ids, TOTAL, 1, stop_after=20) for ids in prompts))
+        so_far = [ids + start.token_ids for ids, start in zip(prompts, starts, strict=True)]
+        moved = await asyncio.gather(*(move_prefix(a, b, ids, 1, MOVE_S) for ids in so_far))
+        assert all(report.blocks for report in moved)
+        await b.update_weights(str(pair.models[1]), 2)
+        assert (await move_prefix(a, b, so_far[0], 2, MOVE_S)).reason.endswith("the prefix is of version 2")
+        await a.update_weights(str(pair.models[1]), 2)
+        whole = await all_whole(a, so_far, key=95)
+        continued = await asyncio.gather(*(sample(b, ids, TOTAL, 2) for ids in so_far))
+        for answer, right in zip(continued, whole, strict=True):
+            assert answer.cached_tokens == 0
+            assert answer.token_ids == right.token_ids
+            assert answer.logprobs == pytest.approx(right.logprobs, abs=NOISE)
+        # And what A has computed under the new version moves as before.
+        ids = prompts[0] + prompt(507, 100)
+        (right,) = await all_whole(a, [ids], key=96)
+        moved_again = await stopped_and_continued(a, b, right, ids, 10, key=2)
+        as_if_never_stopped(moved_again)
+        assert moved_again.rest.cached_tokens == whole_blocks(len(ids) + len(moved_again.start.token_ids))
+
+
+async def test_a_frozen_source_costs_a_recompute(pair: Pair) -> None:
+    """The process that samples hangs; the one that answers HTTP does not know it."""
+    ids = prompt(600, 300)
+    async with clients(pair) as (a, b):
+        (whole,) = await all_whole(b, [ids], key=97)
+        start = await sample(a, ids, TOTAL, 2, stop_after=20)
+        so_far = ids + start.token_ids
+        await a.info()
+        scheduler = pair.a.scheduler
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            report = await move_prefix(a, b, so_far, 2, MOVE_S)
+            assert "nothing came from" in report.reason
+            assert "left alone" in (await move_prefix(a, b, so_far, 2, MOVE_S)).reason
+            rest = await sample(b, so_far, TOTAL - len(start.token_ids), 2)
+            assert rest.cached_tokens == 0
+            as_if_never_stopped(Moved(start, report, rest, whole))
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+
+
+async def test_a_killed_source_costs_a_recompute(pair: Pair) -> None:
+    ids = prompt(700, 300)
+    async with clients(pair) as (a, b):
+        (whole,) = await all_whole(b, [ids], key=98)
+        start = await sample(a, ids, TOTAL, 2, stop_after=20)
+        so_far = ids + start.token_ids
+        moving = asyncio.ensure_future(move_prefix(a, b, so_far, 2, MOVE_S))
+        pair.a.end()
+        report = await moving
+        rest = await sample(b, so_far, TOTAL - len(start.token_ids), 2)
+        as_if_never_stopped(Moved(start, report, rest, whole))
+        assert rest.cached_tokens in (0, whole_blocks(len(so_far)))
