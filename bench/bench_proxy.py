@@ -28,14 +28,21 @@ import aiohttp
 from proxy_process import STREAMED_TOKENS, TOKEN
 from row import Row
 
+from gyre import pki
 from gyre.actors.messages import OpenRun
+from gyre.actors.messages_journals import AskHeld, Attempt, CopyJournal, Held
+from gyre.actors.peers import Peers
+from gyre.actors.runtime import Actor, ActorSystem, handles
+from gyre.credentials import Credentials
 from gyre.engine.records import GenerateRequest
-from gyre.ids import CallId, CellId, GroupId, RunId
+from gyre.ids import CallId, CellId, GroupId, NodeId, RunId
 from gyre.proxy.conversation import Conversation, Finish, Message, Speaker
 from gyre.proxy.dialects.spoken import Spoken
+from gyre.proxy.held_copies import HeldCopies
 from gyre.proxy.id_texts import IdTexts
 from gyre.proxy.journal_writer import JournalWriter
 from gyre.proxy.rendering import Rendering
+from gyre.proxy.replication import Replication
 from gyre.proxy.sampling import Cached, Ending, Stretch
 from gyre.proxy.session import Session
 from gyre.trajectory.journal import CallDelivered, CallSampled
@@ -58,6 +65,7 @@ NAMES = (
     "journal_mb_per_s_call",
     "journal_records_per_s_os",
     "journal_mb_per_s_os",
+    "journal_copied_over_alone",
 )
 
 MODEL = Path(__file__).parents[1] / "gyre" / "demo" / "policy"
@@ -95,6 +103,7 @@ def rows() -> Iterable[Row]:
         records, megabytes = asyncio.run(journal_speed(fsync))
         yield Row(f"journal_records_per_s_{name}", records, "1/s", "-", True)
         yield Row(f"journal_mb_per_s_{name}", megabytes, "MB/s", "-", True)
+    yield Row("journal_copied_over_alone", asyncio.run(copied_speed()), "x", "-", True)
 
 
 # ------------------------------------------------------------------------------------------ processes
@@ -308,13 +317,14 @@ def run_bytes() -> int:
 # ------------------------------------------------------------------------------------------ the journal
 
 
-async def journal_speed(fsync: bool) -> tuple[float, float]:
+async def journal_speed(fsync: bool, replication: Replication | None = None) -> tuple[float, float]:
     """Records and megabytes a second that one run's journal takes, each call's records synced before the next call's."""
     tokens = array("i", range(1000))
     floats = array("f", [-0.5]) * 1000
     calls = 0
     with tempfile.TemporaryDirectory() as folder:
-        journal = JournalWriter(Path(folder), fsync=fsync)
+        replica = None if replication is None else replication.link(Attempt(RunId("r"), 1), Path(folder))
+        journal = JournalWriter(Path(folder), fsync=fsync, replica=replica)
         began_s = time.perf_counter()
         while time.perf_counter() < began_s + JOURNAL_S:
             name = CallId(f"r.1.{calls}")
@@ -326,3 +336,44 @@ async def journal_speed(fsync: bool) -> tuple[float, float]:
         await journal.close()
         written = sum(path.stat().st_size for path in Path(folder).iterdir())
     return 2 * calls / took_s, written / 1e6 / took_s
+
+
+class Keeper(Actor):
+    """The peer's side of the copies, as a gateway serves it."""
+
+    def __init__(self, copies: HeldCopies) -> None:
+        self._copies = copies
+
+    @handles(AskHeld, concurrent=True)
+    async def held(self, message: AskHeld) -> Held:
+        return await asyncio.to_thread(self._copies.held, message)
+
+    @handles(CopyJournal, concurrent=True)
+    async def copy(self, message: CopyJournal) -> Held:
+        return await asyncio.to_thread(self._copies.copy, message)
+
+
+async def copied_speed() -> float:
+    """Records a second of a journal whose copy goes to a peer over TLS, to those of one alone: both sides are in this one
+    process and on one disk, so two nodes do better."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pki.init(folder, "bench", 10)
+        held: list[Credentials] = []
+        for node in ("a", "b"):
+            pki.issue(folder, node, pki.Kind.NODE, 2, ("127.0.0.1",))
+            held.append(Credentials(folder / "ca.pem", folder / f"{node}.pem", folder / f"{node}.key"))
+        async with ActorSystem.running("bench") as system:
+            keeper = system.spawn("keeper", lambda: Keeper(HeldCopies(folder / "copies")))
+            async with (
+                Peers("a", held[0], lambda _: keeper) as ours,
+                Peers("b", held[1], lambda _: keeper, "tls:127.0.0.1:0") as theirs,
+            ):
+                replication = Replication(NodeId("a"))
+                replication.go_to(NodeId("b"), ours.ref("b", theirs.address, ""))
+                copied, _ = await journal_speed(True, replication)
+                behind = replication.status()
+                await replication.close()
+    assert not behind.why, behind
+    alone, _ = await journal_speed(True)
+    return copied / alone

@@ -25,13 +25,17 @@ RETRY_S = 1.0
 
 
 class JournalCopies:
-    def __init__(self, site: Site, groups: Mirror[GroupRecord]) -> None:
+    """`runs` and `groups` are the node actor's mirrors, of which it tells what changes."""
+
+    def __init__(self, site: Site, runs: Mirror[RunRecord], groups: Mirror[GroupRecord]) -> None:
         self._site = site
+        self._runs = runs
         self._groups = groups
         self._settled: dict[RunId, RunRecord] = {}
         """Ours, as far as they were not trained when we last looked."""
         self._held = HeldCopies(site.job.copies)
         self._file = site.job.state / "journal-peer"
+        self._peer = self._read()
         self._told: CopyTo | None = None
         self._version = -1
         """The snapshot at which the copies here were looked through: a step has trained some of them since."""
@@ -41,12 +45,11 @@ class JournalCopies:
         """A run's record, as it is now."""
         if run.state is RunState.SETTLED and run.node == self._site.node:
             self._settled[run.run] = run
-            self._news.set()
-        elif self._settled.pop(run.run, None) is not None:
-            self._news.set()
+        else:
+            self._settled.pop(run.run, None)
 
     def look(self) -> None:
-        """A group has changed."""
+        """Runs or groups have changed."""
         self._news.set()
 
     async def follow(self) -> None:
@@ -58,7 +61,7 @@ class JournalCopies:
         try:
             while True:
                 self._news.clear()
-                if site.directory.listed and self._groups.listed:
+                if site.directory.listed and self._runs.listed and self._groups.listed:
                     try:
                         await self._tell(self._order())
                         await self._look_through()
@@ -81,10 +84,11 @@ class JournalCopies:
     def _order(self) -> CopyTo:
         site, nodes = self._site, self._site.directory.nodes
         leaving = {node for node, item in nodes.items() if not item.record.max_live}
-        held = self._read()
-        peer = choose_peer(site.node, held, nodes, site.directory.draining | leaving)
-        if peer is not None and peer != held:
-            self._file.write_text(peer, encoding="utf-8")
+        peer = choose_peer(site.node, self._peer, nodes, site.directory.draining | leaving)
+        if peer is not None and peer != self._peer:
+            self._peer = peer
+            with suppress(OSError):  # else the next gyred chooses anew
+                self._file.write_text(peer, encoding="utf-8")
         for run in [run for run in self._settled.values() if not is_untrained(run, self._group(run))]:
             del self._settled[run.run]
         closed = sorted((run.run, run.attempt) for run in self._settled.values())

@@ -73,6 +73,7 @@ ORDER_S = 8.0
 """For the scheduler to answer a person's order; gyrectl waits a little longer."""
 CLOSE_S = 300.0
 COPIES_S = 3.0
+"""For a gateway, of another node too, to tell of its copies; gyrectl waits a little longer."""
 
 
 class NodeActor(Actor):
@@ -87,7 +88,7 @@ class NodeActor(Actor):
         self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
         self._steps = Mirror(site.store, f"{root}steps/", StepRecord)
         self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
-        self._copies = JournalCopies(site, self._groups)
+        self._copies = JournalCopies(site, self._runs, self._groups)
         self._job = Mirror(site.store, site.keys.job, JobRecord)
         self._none_waits = asyncio.Event()
         """No run is queued for this node, as far as we have heard."""
@@ -126,6 +127,7 @@ class NodeActor(Actor):
                 self._runs.drop(item.key, item.mod_revision)
             elif item.record.node != self._site.node and (live := self._live.get(item.record.run)) is not None:
                 live.tell(RunMoved())
+        self._copies.look()
         if any(run.node == self._site.node and run.state is RunState.QUEUED for run in self._runs.records):
             self._none_waits.clear()
         else:

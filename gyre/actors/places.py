@@ -71,8 +71,12 @@ class Places:
         await self._place_core()
         if not gone:
             return
-        records = {run.run: run for run in self._runs.records}
-        left = left_by(gone, self._groups.records, records)
+        groups, records = dict(self._groups.items), dict(self._runs.items)  # as they are before anybody is asked
+        left = left_by(
+            gone,
+            [seen.record for seen in groups.values()],
+            {seen.record.run: seen.record for seen in records.values()},
+        )
         kept = await self._kept([run for _, runs in left for run in runs], now_s)
         if kept is None:
             return
@@ -82,8 +86,8 @@ class Places:
                 site.say(f"{group.group}: {len(runs) - again} runs are trained from the copies of their journals")
             if again:
                 site.say(f"{group.group}: {again} runs are run again, for their tokens are gone with their node")
-            group_seen = self._groups.items[site.keys.group(group.group)]
-            seen = [self._runs.items[site.keys.run(run.run)] for run in runs]
+            group_seen = groups[site.keys.group(group.group)]
+            seen = [records[site.keys.run(run.run)] for run in runs]
             compares = [Compare.modified(item.key, item.mod_revision) for item in (group_seen, *seen)]
             puts = [put_record(group_seen.key, group), *(put_record(site.keys.run(run.run), run) for run in runs)]
             await self._commit(puts, compares)
@@ -94,6 +98,7 @@ class Places:
         site = self._site
         kept: dict[RunId, NodeId] = {}
         if not runs or not site.has_copies:
+            self._sought_s = None
             return kept
         order = TakeOver(tuple(Attempt(run.run, run.attempt) for run in runs))
         nodes = list(site.directory.nodes)

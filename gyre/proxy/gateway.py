@@ -202,6 +202,7 @@ class Gateway:
         closed = self._closed.read(order.run, order.attempt)
         live = self._runs.get(order.run)
         if closed is not None and (live is None or live.session.opened.attempt != order.attempt):
+            await self._copied(Attempt(order.run, order.attempt))
             return closed.trace
         if live is None:
             raise Refused(f"run {order.run}: no such run is open")
@@ -221,10 +222,14 @@ class Gateway:
             self._failed[order.run] = session.failure
         self._metering.closed(trace)
         self._retire(live)
-        if self._replication is not None:  # what is settled outlives this node
-            attempt = Attempt(order.run, order.attempt)
-            await self._replication.closed(attempt, *self._left_by(attempt)).whole()
+        await self._copied(Attempt(order.run, order.attempt))
         return trace
+
+    async def _copied(self, attempt: Attempt) -> None:
+        """Until what a closed run left outlives this node, or is not to be waited for."""
+        folder, lineages = self._left_by(attempt)
+        if self._replication is not None and folder.is_dir():
+            await self._replication.closed(attempt, folder, lineages).whole()
 
     def _left_by(self, attempt: Attempt) -> tuple[Path, Path | None]:
         """A closed run's journal and lineages, on disk."""

@@ -80,12 +80,15 @@ class HeldCopies:
             if not path.exists() or path.stat().st_size != size:
                 raise Refused(f"the copy of run {message.run}, attempt {message.attempt}, lacks some of {name}")
         target = closed_folder(self._root / message.node, message.run, message.attempt)
-        if folder != target:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(target)
-            _sync_folder(target.parent)
-            with suppress(OSError):
-                folder.parent.rmdir()
+        try:
+            if folder != target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                folder.rename(target)
+                _sync_folder(target.parent)
+                with suppress(OSError):
+                    folder.parent.rmdir()
+        except OSError as error:
+            raise StorageFull(f"the copy of run {message.run}'s journal: {error.strerror or error}") from error
         return Held(0, 0)
 
     def take_over(self, attempts: tuple[Attempt, ...], journal: Path, trajectories: Path) -> tuple[Attempt, ...]:

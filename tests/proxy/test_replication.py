@@ -178,6 +178,39 @@ async def test_without_a_peer_nothing_waits_and_one_that_comes_gets_all(tmp_path
     await replication.close()
 
 
+async def test_another_peer_gets_all_segments_of_an_open_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre.proxy.journal_writer.SEGMENT_BYTES", 100)
+    here, first, second = (tmp_path / name for name in ("here", "first", "second"))
+    replication = a_replication(NearPeer(first))
+    journal = a_writer(here, replication)
+    for number in range(10):
+        journal.append(record(number))
+    await journal.sync()
+    replication.go_to(NEXT, NearPeer(second))
+    journal.append(record(10))
+    await journal.sync()
+    assert files_of(copy_of(second)) == files_of(folder_of(here))
+    assert len(files_of(copy_of(second))) > 2
+    assert records(copy_of(first)) == [record(number) for number in range(10)]
+    await journal.close()
+    await replication.close()
+
+
+async def test_a_copy_that_is_not_the_beginning_of_the_journal_is_made_anew(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    copy_of(there).mkdir(parents=True)
+    (copy_of(there) / "000000.journal").write_bytes(b"GYREJRN1" + b"another life" * 40)
+    replication = a_replication(NearPeer(there))
+    journal = a_writer(here, replication)
+    journal.append(record(0))
+    await journal.sync()
+    assert records(copy_of(there)) == [record(0)]
+    await journal.close()
+    await replication.close()
+
+
 async def test_a_journal_opened_again_sends_only_what_the_peer_lacks(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     peer = NearPeer(there)
