@@ -51,20 +51,24 @@ class Roles:
         """The thread's name in the request's headers (names in lower case), or empty."""
         return next((headers[name] for name in self._wire.thread_headers if name in headers), "")
 
-    def of(self, conversation: Conversation, headers: Mapping[str, str]) -> Part:
-        """The call's part. `headers` are the request's, their names in lower case."""
+    def of(self, conversation: Conversation, headers: Mapping[str, str], history: Part | None) -> Part:
+        """The call's part. `headers` are the request's, their names in lower case; `history` is the part of the last
+        answer of the run that is among its messages."""
         opening = [self._systems.read(message.text) for message in _opening(conversation.messages)]
         # Its first text alone: what follows (reminders, the environment) is not the same all along.
         thread = ThreadKey(self.thread_name(headers), digest(*(system.steady for system in opening[:1])))
         if self._is_aside(conversation, opening):
             return Part(LineageRole.AUXILIARY, thread)
         marked = self._is_marked(opening, headers)
-        # A summary may be asked for under a system prompt of its own: without a mark it is then the main thread's.
         own_system = any(system.summary for system in opening)
         summary = own_system or self._asks_for_summary(conversation, headers)
+        if own_system and not thread.name:
+            # It may be asked for under a system prompt of its own: it is then of the thread whose answers it is given,
+            # and of the main one where it is given none.
+            thread = history.thread if history is not None else self._main or thread
         if self._main is None and not marked and not summary:
             self._main = thread
-        if marked or (not own_system and not self._is_main(thread)):
+        if marked or not self._is_main(thread):
             return Part(LineageRole.SUB_AGENT_SUMMARY if summary else LineageRole.SUB_AGENT, thread)
         return Part(LineageRole.MAIN_SUMMARY if summary else LineageRole.MAIN, thread)
 

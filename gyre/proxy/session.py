@@ -114,7 +114,8 @@ class Session:
         room = context_tokens - prompt.tokens
         if room < 1:
             raise too_long(prompt.tokens, context_tokens)
-        part = self._roles.of(conversation, headers)
+        last = next((turn for turn in reversed(walk.turns) if turn is not None), None)
+        part = self._roles.of(conversation, headers, None if last is None else self._calls[last].part)
         call = Call(
             id=CallId(f"{self.opened.run}.{self.opened.attempt}.{self._seq}"),
             seq=self._seq,

@@ -75,7 +75,7 @@ def decide(prompt: str) -> Decision:
     scenario = _SCENARIO.search(rest)
     asked = next((turn.text for turn in reversed(said) if turn.speaker == "user"), "")
     if _SUMMARY.search(system) or _SUMMARY.search(asked):
-        return _summary(scenario[1] if scenario else "none", rest)
+        return _summary(scenario, _SUBTASK.search(rest), rest)
     if not known:
         return Decision("title", "auxiliary", _answer("", "A title", ()))
     if scenario is not None:
@@ -89,7 +89,9 @@ def decide(prompt: str) -> Decision:
     label = f"{name}{serial} {place}"
     step = steps[min(place, len(steps) - 1)]
     last = (("run", SUBMIT),) if set(known) == {"bash"} else ()
-    calls = [_call(name, kind, value, known, place, _AGENT.findall(rest)) for kind, value in step.calls or last]
+    calls = [
+        _call(f"{name}{serial}", kind, value, known, place, _AGENT.findall(rest)) for kind, value in step.calls or last
+    ]
     text = f"[{label}] {step.text}"
     return Decision(label, role, _answer(f"Step {place} is {step.text!r}.", text, calls), step.token_s, step.mark)
 
@@ -99,9 +101,14 @@ def _reached(name: str, text: str) -> int:
     return max((int(found) for found in re.findall(rf"\[{re.escape(name)} (\d+)\]", text)), default=-1)
 
 
-def _summary(name: str, rest: str) -> Decision:
+def _summary(scenario: re.Match[str] | None, subtask: re.Match[str] | None, rest: str) -> Decision:
+    """Of a main thread, whose prompts name the scenario, or of a sub-agent, whose prompts do not."""
+    if scenario is None and subtask is not None:
+        what, name = "SUBTASK", f"{subtask[1]}/{subtask[2]}"
+    else:
+        what, name = "SCENARIO", scenario[1] if scenario else "none"
     place = _reached(name, rest)
-    text = f"GYRE-SCENARIO {name} goes on behind step [{name} {place}]. All files of the steps so far are written."
+    text = f"GYRE-{what} {name} goes on behind step [{name} {place}]. All files of the steps so far are written."
     text = (
         f"<analysis>\nNothing else matters.\n</analysis>\n\n<summary>\n{text}\n</summary>\n"
         f"<state_snapshot>\n<overall_goal>{text}</overall_goal>\n</state_snapshot>"

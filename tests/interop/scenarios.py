@@ -107,4 +107,16 @@ SCENARIOS: Mapping[str, Scenario] = {
         context_tokens={"claude-code": 42_600, "codex": 19_000, "opencode": 18_000, "qwen-code": 33_500},
         lineages={"main": 2, "main-summary": 1},
     ),
+    "sub-compaction": Scenario(
+        steps=(Step("A task for another.", (("agent", "1"),)), Step("I wait for it.", (("collect", "1"),)), DONE),
+        sub_steps=(
+            Step("First a file.", (("write", "one.txt"),)),
+            *(Step("Something to read.", (("run", f"seq {number}001 {number + 1}000"),)) for number in range(2, 7)),
+            Step("Another file.", (("write", "two.txt"),)),
+            Step("I have done it."),
+        ),
+        files={f"{name}.txt": f"{name}.txt of sub-compaction/1\n" for name in ("one", "two")},
+        context_tokens={"claude-code": 42_600, "codex": 32_500, "opencode": 32_500, "qwen-code": 42_000},
+        lineages={"main": 1, "sub-agent": 2, "sub-agent-summary": 1},
+    ),
 }

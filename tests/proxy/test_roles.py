@@ -7,7 +7,7 @@ import pytest
 from gyre.harness.profiles import claude_code, codex, opencode, qwen_code
 from gyre.harness.wire import GENERIC, Wire
 from gyre.proxy.conversation import Conversation, Message, Speaker
-from gyre.proxy.roles import Roles
+from gyre.proxy.roles import Part, Roles
 from gyre.proxy.volatile import SystemPrompts
 from gyre.trajectory.records import LineageRole
 
@@ -72,6 +72,11 @@ THREADS: dict[str, tuple[Wire, list[Said]]] = {
                 conversation("You are a context summarization agent", "[User]: Look.", tools=False),
                 {"x-session-id": "s2", "x-parent-session-id": "s1"},
             ),
+            (
+                SUB_SUMMARY,  # without the mark of the others of its session
+                conversation("You are a context summarization agent", "[User]: Look.", tools=False),
+                {"x-session-id": "s2"},
+            ),
             (MAIN, conversation("opencode.", "What did we do so far?"), {"x-session-id": "s1"}),
         ],
     ),
@@ -110,18 +115,28 @@ def test_roles_are_told_apart_by_what_the_harness_shows(harness: str) -> None:
     wire, said = THREADS[harness]
     roles = roles_of(wire)
     for place, (role, asked, headers) in enumerate(said):
-        assert roles.of(asked, headers).role is role, place
+        assert roles.of(asked, headers, None).role is role, place
 
 
 def test_a_run_without_tools_or_system_prompt_has_a_main_thread() -> None:
-    assert roles_of(GENERIC).of(conversation("", "Task.", tools=False), {}).role is MAIN
+    assert roles_of(GENERIC).of(conversation("", "Task.", tools=False), {}, None).role is MAIN
 
 
 def test_a_title_in_the_middle_of_a_conversation_without_tools_is_no_aside() -> None:
     asked = conversation("Main.", "Task.", "Generate a title for this page.", tools=False)
-    assert roles_of(GENERIC).of(asked, {}).role is MAIN
+    assert roles_of(GENERIC).of(asked, {}, None).role is MAIN
 
 
 def test_what_a_profile_does_not_name_is_no_mark() -> None:
     roles = roles_of(Wire())
-    assert roles.of(conversation("Main.", CLAUDE_ASK), {"x-openai-subagent": "1"}).role is MAIN
+    assert roles.of(conversation("Main.", CLAUDE_ASK), {"x-openai-subagent": "1"}, None).role is MAIN
+
+
+def test_a_summary_that_shows_nothing_of_its_thread_is_of_the_one_whose_answers_it_is_given() -> None:
+    roles = roles_of(qwen_code.WIRE)
+    main = roles.of(conversation("Qwen.", "Task."), {}, None)
+    sub = roles.of(conversation("You are a general-purpose agent", "Look."), {}, None)
+    summary = conversation("You are the component that summarizes internal chat history", "…", tools=False)
+    assert roles.of(summary, {}, sub) == Part(SUB_SUMMARY, sub.thread)
+    assert roles.of(summary, {}, main) == Part(MAIN_SUMMARY, main.thread)
+    assert roles.of(summary, {}, None) == Part(MAIN_SUMMARY, main.thread)
