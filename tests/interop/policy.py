@@ -84,7 +84,7 @@ def decide(prompt: str) -> Decision:
         subtask = _SUBTASK.search(rest)
         assert subtask is not None, "a prompt that is of no scenario"
         name, role, serial = subtask[1], "sub-agent", f"/{subtask[2]}"
-        steps = SCENARIOS[name].sub_steps
+        steps = SCENARIOS[name].nested_steps if len(subtask[2]) > 1 else SCENARIOS[name].sub_steps
     place = 1 + _reached(f"{name}{serial}", rest)
     label = f"{name}{serial} {place}"
     step = steps[min(place, len(steps) - 1)]
@@ -131,7 +131,9 @@ def _call(
     if kind == "write":
         return _write(value, f"{value} of {scenario}\n", known)
     if kind == "agent":
-        return _agent(f"GYRE-SUBTASK {scenario}/{value}: do the steps of this task and report.", value, known)
+        return _agent(
+            f"GYRE-SUBTASK {scenario.partition('/')[0]}/{value}: do the steps of this task and report.", value, known
+        )
     if kind == "collect":
         if "wait_agent" not in known:  # it waits by itself
             return _shell("true", known, place)

@@ -34,6 +34,8 @@ class Scenario:
     files: Mapping[str, str]
     """What must be in the workspace at the end."""
     sub_steps: tuple[Step, ...] = ()
+    nested_steps: tuple[Step, ...] = ()
+    """Of a sub-agent's sub-agent, whose task has a number of two digits."""
     meanwhile: Meanwhile = "nothing"
     context_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     """By harness: of a model with so short a context that it must compact. Else as many as the engines take."""
@@ -106,6 +108,18 @@ SCENARIOS: Mapping[str, Scenario] = {
         files={f"{name}.txt": f"{name}.txt of compaction\n" for name in ("one", "two", "three", "four")},
         context_tokens={"claude-code": 42_600, "codex": 19_000, "opencode": 18_000, "qwen-code": 33_500},
         lineages={"main": 2, "main-summary": 1},
+    ),
+    "nested": Scenario(
+        steps=(Step("A task for another.", (("agent", "1"),)), Step("I wait for it.", (("collect", "1"),)), DONE),
+        sub_steps=(
+            Step("I look around.", (("run", "echo sub >> sub.txt"),)),
+            Step("A part of it is for another.", (("agent", "11"),)),
+            Step("I wait for it.", (("run", "until grep nested sub.txt; do sleep 0.05; done"),)),
+            Step("We have looked around."),
+        ),
+        nested_steps=(Step("I look too.", (("run", "echo nested >> sub.txt"),)), Step("I have looked.")),
+        files={"sub.txt": "sub\nnested\n"},
+        lineages={"main": 1, "sub-agent": 2},
     ),
     "sub-compaction": Scenario(
         steps=(Step("A task for another.", (("agent", "1"),)), Step("I wait for it.", (("collect", "1"),)), DONE),

@@ -19,7 +19,12 @@ from .scenarios import GO, SCENARIOS, WAITING, Scenario
 
 QUICK = ("mini-swe-agent", "codex", "claude-code")
 HARNESSES = (*QUICK, "opencode", "qwen-code")
-LACKS = {"mini-swe-agent": {"sub-agent", "compaction"}}
+LACKS = {
+    "mini-swe-agent": {"sub-agent", "compaction", "sub-compaction", "nested"},
+    "codex": {"nested"},
+    "opencode": {"nested"},
+    "qwen-code": {"nested"},
+}
 """What a harness does not do at all."""
 TITLES = {"opencode": 1}
 """Calls for a title that a harness makes at the start of every run."""
