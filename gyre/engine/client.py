@@ -79,9 +79,18 @@ class EngineClient:
         self._connect_s = connect_s
         self._origin = Origin(self.url, self._headers, connect_s)
         self._orders: Origin | None = None
+        self._beside = False
+        """Whether the orders go to our plug-in and not to the engine itself."""
         self._about: Mapping[str, Any] = {}
         self._silence_s = silence_s
         self._control_s = control_s
+
+    @classmethod
+    def of_orders(cls, url: str, key: str) -> Self:
+        """A client of what takes orders about KV blocks at `url`, and does nothing else."""
+        client = cls(url, key=key)
+        client._orders, client._beside = client._origin, True
+        return client
 
     async def __aenter__(self) -> Self:
         return self
@@ -155,7 +164,7 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         answer = await self._get("/model_info")
-        kv = cast("Mapping[str, Any]", answer["kv"]) if "kv" in answer else await self._about_kv()
+        kv = cast("Mapping[str, Any]", answer["kv"]) if "kv" in answer else await self.kv_about()
         return EngineInfo(
             version=read_version(answer.get("weight_version")),
             model_path=str(answer.get("model_path", "")),
@@ -211,13 +220,14 @@ class EngineClient:
         """Who takes orders about KV blocks: the engine itself, or with SGLang our plug-in beside it."""
         if self._orders is None:
             url = "" if "kv" in await self._get("/model_info") else orders_url(await self._get("/server_info"))
-            self._orders = Origin(url, self._headers, self._connect_s) if url else self._origin
+            self._orders, self._beside = Origin(url, self._headers, self._connect_s) if url else self._origin, bool(url)
         return self._orders
 
-    async def _about_kv(self) -> Mapping[str, Any]:
-        """What our plug-in says of the blocks. It is in the process that samples, and SGLang answers beside that: when the
-        one hangs and the other does not, this is what it said last."""
-        if (orders := await self._takes_orders()) is not self._origin:
+    async def kv_about(self) -> Mapping[str, Any]:
+        """What our plug-in says of the blocks; empty where there is none. It is in the process that samples, and SGLang
+        answers HTTP in another: when the one hangs, this is what it said last."""
+        orders = await self._takes_orders()
+        if self._beside:
             with suppress(EngineGone):
                 self._about = await self._call("GET", "/kv", None, orders, _ABOUT_S)
         return self._about

@@ -35,9 +35,13 @@ class GyreStorage(HiCacheStorage):  # pyright: ignore[reportUntypedBaseClass]
         extra: dict[str, Any] = dict(config.extra_config or {})
         if not extra.get("interface_v1"):
             raise BadInput("hicache extra config: interface_v1", extra.get("interface_v1"), "1 is expected")
-        if config.tp_size * config.pp_size * config.attn_cp_size != 1:
-            raise BadInput("hicache", f"tp {config.tp_size}, pp {config.pp_size}", "engines of one rank are served")
+        if config.pp_size * config.attn_cp_size != 1:
+            raise BadInput("hicache", f"pp {config.pp_size}", "engines with tensor parallel ranks only are served")
+        if config.is_mla_model and config.tp_size != 1:
+            # There one rank has the pages of all, and the others have none to give.
+            raise BadInput("hicache", f"MLA, tp {config.tp_size}", "models that share their heads out are served")
         settings = Settings.read(extra)
+        self._rank, self._ranks = int(config.tp_rank), int(config.tp_size)
         self._settings = replace(settings, model=settings.model or str(config.model_name))
         self._exchange: PageExchange | None = None
 
@@ -52,7 +56,8 @@ class GyreStorage(HiCacheStorage):  # pyright: ignore[reportUntypedBaseClass]
             key = RadixKey(array("q", token_ids[:whole]), extra_key=str(version))
             return [bytes.fromhex(name) for name in get_storage_hash_str(key, page_size=page_tokens)]
 
-        self._exchange = PageExchange(self._settings, HostPages(mem_pool_host), page_tokens, names)
+        pages = HostPages(mem_pool_host)
+        self._exchange = PageExchange(self._settings, pages, page_tokens, names, self._rank, self._ranks)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)

@@ -27,7 +27,7 @@ _LONGEST_BODY_BYTES = 64 << 20
 class Exchange(Protocol):
     """What an engine does about its blocks."""
 
-    def about(self) -> dict[str, Any]: ...
+    async def about(self) -> dict[str, Any]: ...
 
     async def lack(self, token_ids: Sequence[int], version: int) -> KvLack: ...
 
@@ -105,7 +105,7 @@ class OrderServer:
             return _error(503, str(error))
 
     async def _about(self, _: web.Request) -> web.Response:
-        return web.json_response(self._exchange.about())
+        return web.json_response(await self._exchange.about())
 
     async def _lack(self, request: web.Request) -> web.Response:
         body = await _body(request)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gyre.credentials import Credentials
 from gyre.engine.access import http_key
+from gyre.engine.client import EngineClient
 from gyre.engine.records import KvLack, KvPulled
 from gyre.errors import BadInput, GyreError, Refused
 from gyre.kv_migrate.arrivals import Arrivals, Pieces
@@ -29,6 +30,7 @@ from gyre.kv_migrate.greeting import Certificates, SharedSecret
 from gyre.kv_migrate.host_pages import HostPages, Page
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.orders import OrderServer
+from gyre.kv_migrate.page_ranks import Ranks
 from gyre.kv_migrate.staging import Staging
 from gyre.kv_migrate.tcp import TcpTransport
 from gyre.kv_migrate.transport import BlockLease, Received, SourceLost
@@ -42,6 +44,8 @@ PageNames = Callable[[Sequence[int], int], list[bytes]]
 
 _PIECE = 2
 """Bytes of a piece's number, behind its page's name."""
+_EPOCH = 1
+"""The only one: a page's name says all of what it is, so it is good from whichever process has it."""
 _START_S = 60.0
 _LEFT_ALONE_S = 5.0
 """A source that was lost is asked nothing for so long."""
@@ -55,7 +59,8 @@ class Settings:
     secret_file: str
     """The job's secret: by it peers know each other, and its key lets the gateway give orders."""
     orders: str
-    """HOST:PORT where the orders are served. Peers read pages at the same host, on a port that is free."""
+    """HOST:PORT where the first rank serves the orders, each further rank one port on. Peers read pages at the same host,
+    on ports that are free."""
     model: str = ""
     """Which weights these are, by whatever name the job has for them; pages of others are refused."""
     certificates: tuple[str, ...] = ()
@@ -88,19 +93,29 @@ class Settings:
 
 
 class PageExchange:
-    """Serves from when it is made until `close`. Raises BadInput where it cannot. `names` may be called on any thread."""
+    """One rank's. Serves from when it is made until `close`. Raises BadInput where it cannot. `names` may be called on any thread."""
 
     def __init__(
-        self, settings: Settings, pages: HostPages, page_tokens: int, names: PageNames, ranks: str = ""
+        self,
+        settings: Settings,
+        pages: HostPages,
+        page_tokens: int,
+        names: PageNames,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._settings = settings
         self._pages = pages
         self._page_tokens = page_tokens
         self._names = names
-        self._layout = f"{pages.shape}{ranks}"
+        self._rank, self._ranks = rank, ranks
+        self._layout = f"{pages.shape}/{ranks} ranks"
+        self._own_layout = f"{self._layout}, rank {rank}"
+        """Of the pieces, which two ranks must never take for each other's."""
         self._arrivals = Arrivals(settings.keep_bytes)
         self._lost: dict[str, float] = {}
         self._grew: set[asyncio.Event] = set()
+        self._others: list[EngineClient] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gyre-kv", daemon=True)
         self._thread.start()
@@ -112,8 +127,10 @@ class PageExchange:
         _log.info("KV pages move over %s (the dynamic HiCache back end), orders at %s", Kind.TCP, settings.orders)
 
     def close(self) -> None:
-        self._run(self._stop())
-        self._end_loop()
+        """May be called again."""
+        if not self._loop.is_closed():
+            self._run(self._stop())
+            self._end_loop()
 
     # ------------------------------------------------------------------------------------------ SGLang's threads
 
@@ -155,7 +172,7 @@ class PageExchange:
 
     # ------------------------------------------------------------------------------------------ orders
 
-    def about(self) -> dict[str, Any]:
+    async def about(self) -> dict[str, Any]:
         return {
             "address": self._transport.describe(),
             "epoch": self._transport.epoch,
@@ -181,13 +198,14 @@ class PageExchange:
 
     async def _pull(self, source: str, manifest: Manifest, deadline_s: float) -> tuple[int, int, int]:
         """Pages that are here by it, their bytes, and the pages that came damaged."""
-        self._check(manifest)
+        self._check(manifest, self._layout)
         if self._lost.get(source, 0.0) > time.monotonic():
             raise Refused(f"{source} was lost a moment ago and is left alone")
         # The start of a prefix is worth more than its end: without room for all, the first ones are taken.
         missing = self._missing(manifest.blocks)[: self._settings.keep_bytes // self._pages.page_bytes]
         numbers = range(self._pages.pieces)
-        wanted = replace(manifest, blocks=tuple(_piece_name(name, number) for name in missing for number in numbers))
+        pieces = tuple(_piece_name(name, number) for name in missing for number in numbers)
+        wanted = replace(manifest, layout=self._own_layout, blocks=pieces)
         staging = Staging(len(missing) * self._pages.page_bytes)
         try:
             received = await self._transport.pull(source, wanted, self._pages.piece_bytes, staging, deadline_s)
@@ -208,7 +226,7 @@ class PageExchange:
 
     async def lease(self, manifest: Manifest) -> BlockLease:
         """The pieces that are here, for a peer. Refused when the model or the layout differs."""
-        self._check(manifest)
+        self._check(manifest, self._own_layout)
         pages = list(dict.fromkeys(name[:-_PIECE] for name in manifest.blocks))
         found = dict(zip(pages, await self._settled(pages), strict=True))
         return _Lease(self._pages, manifest.blocks, found)
@@ -235,11 +253,11 @@ class PageExchange:
         for grew in self._grew:
             grew.set()
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: Manifest, layout: str) -> None:
         if manifest.model != self._settings.model:
             raise Refused(f"KV of model {manifest.model} was asked for, and this engine's is {self._settings.model}")
-        if manifest.layout != self._layout:
-            raise Refused(f"KV of layout {manifest.layout} was asked for, and this engine's is {self._layout}")
+        if manifest.layout != layout:
+            raise Refused(f"KV of layout {manifest.layout} was asked for, and this engine's is {layout}")
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -249,10 +267,14 @@ class PageExchange:
         host, _, port = settings.orders.rpartition(":")
         named = settings.certificates
         greeting = Certificates(Credentials(*map(Path, named))) if named else SharedSecret(secret)
-        transport = await TcpTransport.open(greeting, host, silence_s=settings.silence_s)
-        server = OrderServer(self, http_key(secret.decode()))
+        key = http_key(secret.decode())
+        if self._rank == 0 and self._ranks > 1:
+            further = range(int(port) + 1, int(port) + self._ranks)
+            self._others = [EngineClient.of_orders(f"http://{host}:{each}", key) for each in further]
+        transport = await TcpTransport.open(greeting, host, silence_s=settings.silence_s, epoch=_EPOCH)
+        server = OrderServer(Ranks(self, self._others) if self._others else self, key)
         try:
-            await server.serve(host, int(port))
+            await server.serve(host, int(port) + self._rank)
         except BaseException:
             await transport.close()
             raise
@@ -262,6 +284,8 @@ class PageExchange:
     async def _stop(self) -> None:
         await self._server.close()
         await self._transport.close()
+        for other in self._others:
+            await other.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)

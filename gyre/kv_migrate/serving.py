@@ -88,16 +88,25 @@ class _Transfer:
 
 
 class Server:
-    """Serves on a listening socket from the moment it is made; needs a running loop. `kind` is that of the transport."""
+    """Serves on a listening socket from the moment it is made; needs a running loop. `kind` is that of the transport.
 
-    def __init__(self, kind: str, listener: socket.socket, greeting: Greeting, carrier: Carrier | None = None) -> None:
+    Without an `epoch` to begin with, a process that comes after this one begins with a later one.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        listener: socket.socket,
+        greeting: Greeting,
+        carrier: Carrier | None = None,
+        epoch: int | None = None,
+    ) -> None:
         self._kind = kind
         self._listener = listener
         self._greeting = greeting
         self._carrier = carrier
         self.source: BlockSource | None = None
-        # Milliseconds since 1970: a process that comes after this one begins with a later epoch.
-        self._table = LeaseTable(time.time_ns() // 1_000_000)
+        self._table = LeaseTable(time.time_ns() // 1_000_000 if epoch is None else epoch)
         self._transfers: dict[str, _Transfer] = {}
         self._opening: set[str] = set()
         self._changed = asyncio.Event()

@@ -29,20 +29,32 @@ _RECEIVE_BYTES = 256 << 10
 class TcpTransport:
     """A Transport. Open it with `open`, close it with `close`.
 
-    With `silence_s`, a source from which nothing comes for so long is given up before the deadline.
+    With `silence_s`, a source from which nothing comes for so long is given up before the deadline. `epoch` is that of a
+    source whose blocks are good whichever process gives them.
     """
 
-    def __init__(self, greeting: Greeting, listener: socket.socket, silence_s: float | None = None) -> None:
+    def __init__(
+        self,
+        greeting: Greeting,
+        listener: socket.socket,
+        silence_s: float | None = None,
+        epoch: int | None = None,
+    ) -> None:
         self._silence_s = silence_s
         self._lines = Lines(Kind.TCP, greeting)
         self._host, self._port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
-        self._server = Server(Kind.TCP, listener, greeting)
+        self._server = Server(Kind.TCP, listener, greeting, epoch=epoch)
 
     @classmethod
     async def open(
-        cls, greeting: Greeting, host: str = "127.0.0.1", port: int = 0, silence_s: float | None = None
+        cls,
+        greeting: Greeting,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        silence_s: float | None = None,
+        epoch: int | None = None,
     ) -> Self:
-        return cls(greeting, listen(host, port), silence_s)
+        return cls(greeting, listen(host, port), silence_s, epoch)
 
     @property
     def epoch(self) -> int:

@@ -7,14 +7,17 @@ to its place, without asking anybody. `clear`: the pool forgets all and its memo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from gyre.kv_migrate.host_pages import HostPages
 from gyre.kv_migrate.page_exchange import PageExchange, Settings
 from kv_migrate.host_pool import PAGE_SLOTS, TorchPool, slots
 
+T = TypeVar("T")
 OTHER = 1000
 """Added to a page's number: what stands in its place later."""
 
@@ -31,9 +34,12 @@ def page_name(number: int, version: int = 1) -> bytes:
 class Scheduler:
     """A host pool, and the exchange of its pages."""
 
-    def __init__(self, settings: Settings, layout: str, pages: int, width: int = 8) -> None:
+    def __init__(
+        self, settings: Settings, layout: str, pages: int, width: int = 8, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.orders = f"http://{settings.orders}"
         self.pool = TorchPool(layout, pages, width=width)
-        self.exchange = PageExchange(settings, HostPages(self.pool), PAGE_SLOTS, names)
+        self.exchange = PageExchange(settings, HostPages(self.pool), PAGE_SLOTS, names, rank, ranks)
         self.where: dict[int, int] = {}
 
     def write(self, number: int, version: int = 1) -> None:
@@ -67,8 +73,14 @@ class Scheduler:
                 raise AssertionError(words)
 
     def introduce(self) -> tuple[str, int, str]:
-        about = self.exchange.about()
+        loop = self.exchange._loop  # pyright: ignore[reportPrivateUsage]
+        about = asyncio.run_coroutine_threadsafe(self.exchange.about(), loop).result()
         return about["address"], about["epoch"], about["layout"]
+
+    async def on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """As the orders' server would do it."""
+        loop = self.exchange._loop  # pyright: ignore[reportPrivateUsage]
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 def main() -> None:

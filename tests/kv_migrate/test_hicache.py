@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,29 @@ def target(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES,
         scheduler.exchange.close()
 
 
+@contextmanager
+def two_ranks(config: dict[str, Any]) -> Iterator[list[Scheduler]]:
+    settings = Settings.read({**config, "orders": f"127.0.0.1:{two_free_ports()}"})
+    ranks = [Scheduler(settings, LAYOUTS[0], PAGES, rank=rank, ranks=2) for rank in range(2)]
+    try:
+        yield ranks
+    finally:
+        for scheduler in ranks:
+            scheduler.exchange.close()
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError):
+            port = int(first.getsockname()[1])
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
 async def pull(scheduler: Scheduler, address: str, manifest: Manifest, deadline_s: float = LIMIT_S) -> KvPulled:
     """As the orders' server would, on the exchange's own loop."""
-    work = scheduler.exchange.pull(address, manifest, deadline_s)
-    loop = scheduler.exchange._loop  # pyright: ignore[reportPrivateUsage]
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+    return await scheduler.on_its_loop(scheduler.exchange.pull(address, manifest, deadline_s))
 
 
 def fetched(scheduler: Scheduler, *numbers: int) -> list[bool]:
@@ -148,7 +166,7 @@ async def test_pages_that_came_are_served_on(config: dict[str, Any]) -> None:
         first.tell("write 1 2")
         await pull(second, first.address, first.manifest(1, 2))
         assert fetched(second, 1, 2) == [True, True]
-        about = second.exchange.about()
+        about = await second.exchange.about()
         pulled = await pull(third, about["address"], first.manifest(1, 2, epoch=about["epoch"]))
         assert pulled.blocks == 2, pulled
         assert fetched(third, 1, 2) == [True, True]
@@ -192,7 +210,7 @@ async def test_a_source_tells_of_no_page_that_was_taken_back_after_its_bytes_wer
         there.tell("write 1 2")
         wanted = there.manifest(1, 2)
         pieces = tuple(name + bytes([0, number]) for name in wanted.blocks for number in range(2))
-        wanted = there.manifest(blocks=pieces)
+        wanted = there.manifest(layout=f"{there.layout}, rank 0", blocks=pieces)
         line = Line(Kind.TCP, there.address, SharedSecret(SECRET.encode()))
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -317,7 +335,7 @@ async def test_another_model_another_layout_and_another_epoch_are_refused(config
         assert "is over" in (await pull(here, there.address, there.manifest(1, epoch=there.epoch - 1))).reason
     with source(config, layout="layer_first") as there, target(config) as here:
         there.tell("write 1")
-        other = there.manifest(1, layout=here.exchange.about()["layout"])
+        other = there.manifest(1, layout=(await here.exchange.about())["layout"])
         assert "layer_first" in (await pull(here, there.address, other)).reason
 
 
@@ -331,12 +349,11 @@ async def test_whoever_does_not_know_the_secret_gets_no_page_and_gives_no_order(
         assert "secret" in (await pull(stranger, there.address, there.manifest(1))).reason
     scheduler = Scheduler(Settings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
     try:
-        async with EngineClient(f"http://{orders}", key="wrong") as client:
+        async with EngineClient.of_orders(f"http://{orders}", "wrong") as client:
             with pytest.raises(EngineRefused, match="401"):
-                await client._call("GET", "/kv", None)  # pyright: ignore[reportPrivateUsage]
-        async with EngineClient(f"http://{orders}", key=http_key(SECRET)) as client:
-            about = await client._call("GET", "/kv", None)  # pyright: ignore[reportPrivateUsage]
-            assert about == scheduler.exchange.about()
+                await client.kv_about()
+        async with EngineClient.of_orders(f"http://{orders}", http_key(SECRET)) as client:
+            assert await client.kv_about() == await scheduler.exchange.about()
     finally:
         scheduler.exchange.close()
 
@@ -348,8 +365,7 @@ async def test_orders_name_what_is_lacking_and_bring_it(config: dict[str, Any]) 
         with source(config) as there:
             there.tell("write 0 1 2")
             scheduler.write(0)
-            async with EngineClient(f"http://{orders}", key=http_key(SECRET)) as client:
-                client._orders = client._origin  # pyright: ignore[reportPrivateUsage]
+            async with EngineClient.of_orders(f"http://{orders}", http_key(SECRET)) as client:
                 lack = await client.kv_lack([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3], 1)
                 assert (lack.blocks, lack.missing) == (3, (page_name(1), page_name(2)))
                 assert lack.layout == there.layout
@@ -360,6 +376,44 @@ async def test_orders_name_what_is_lacking_and_bring_it(config: dict[str, Any]) 
             assert fetched(scheduler, 1, 2) == [True, True]
     finally:
         scheduler.exchange.close()
+
+
+async def test_each_rank_of_an_engine_moves_its_share_of_a_page(config: dict[str, Any]) -> None:
+    with two_ranks(config) as source, two_ranks(config) as target:
+        for rank, scheduler in enumerate(source):
+            for number in (0, 1):
+                scheduler.write(number)
+                scheduler.pool.write(scheduler.where[number], number + 100 * rank)
+        async with (
+            EngineClient.of_orders(source[0].orders, http_key(SECRET)) as there,
+            EngineClient.of_orders(target[0].orders, http_key(SECRET)) as here,
+        ):
+            about = await there.kv_about()
+            assert about["address"].count("tcp:") == 2
+            lack = await here.kv_lack([0, 0, 0, 0, 1, 1, 1, 1], 1)
+            manifest = Manifest("m", about["epoch"], MODEL, 1, lack.layout, lack.missing)
+            pulled = await here.kv_pull(about["address"], manifest, LIMIT_S)
+            assert (pulled.blocks, pulled.bytes, pulled.reason) == (2, 4 * target[0].pool.page_bytes, "")
+            swapped = ",".join(reversed(about["address"].split(",")))
+            source[0].write(2)
+            source[1].write(2)
+            wrong = replace(manifest, transfer="n", blocks=(page_name(2),))
+            assert "rank 0 was asked for" in (await here.kv_pull(swapped, wrong, LIMIT_S)).reason
+            assert "has other ranks" in (await here.kv_pull(about["address"].split(",")[0], wrong, LIMIT_S)).reason
+        for rank, scheduler in enumerate(target):
+            taken = scheduler.pool.alloc(2)
+            assert scheduler.exchange.fetch([page_name(0), page_name(1)], taken) == [True, True]
+            for number, first in enumerate(taken[::PAGE_SLOTS].tolist()):
+                share = content(number + 100 * rank, scheduler.pool.page_bytes)
+                assert scheduler.pool.read(first // PAGE_SLOTS) == share
+
+
+async def test_a_rank_that_does_not_answer_is_told(config: dict[str, Any]) -> None:
+    with two_ranks(config) as ranks:
+        ranks[1].exchange.close()
+        async with EngineClient.of_orders(ranks[0].orders, http_key(SECRET)) as client:
+            with pytest.raises(EngineRefused, match="not all ranks"):
+                await client.kv_about()
 
 
 async def test_without_room_for_all_the_start_of_the_prefix_is_taken(config: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from gyre.engine.access import http_key
 
 SECRET = "a secret of the engines"
 PAGE_TOKENS = 16
-BOOT_S = 300.0
+RANKS = int(os.environ.get("GYRE_SGLANG_RANKS", "1"))
+"""Of each engine. With 2 the same tests run on tensor parallel engines; on two cores they take three times as long."""
+BOOT_S = 400.0
 _FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
@@ -47,17 +49,16 @@ class Engine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def scheduler(self) -> int:
-        """The process that samples; the one that answers HTTP is another."""
+    def schedulers(self) -> list[int]:
+        """The processes that sample; the one that answers HTTP is another."""
+        found: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 of_ours = os.getsid(int(folder.name)) == self.process.pid
                 if of_ours and (folder / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
-                    return int(folder.name)
-            except OSError:
-                continue
-        raise AssertionError(f"{self.name} has no scheduler process")
+                    found.append(int(folder.name))
+        assert len(found) == RANKS, f"{self.name} has {len(found)} scheduler processes"
+        return found
 
     def end(self) -> None:
         """All of its processes, also those that are stopped."""
@@ -70,7 +71,7 @@ def start(
     name: str, model: Path, version: int, folder: Path, extra: Mapping[str, Any] | None = None, *flags: str
 ) -> Engine:
     """Begin to start one; `ready` waits for it. `extra` goes into the plug-in's settings."""
-    port, orders = _free_port(), _free_port()
+    port, orders = _free_ports(1), _free_ports(RANKS)
     secret = folder / "secret"
     secret.write_text(SECRET, encoding="utf-8")
     settings = {
@@ -87,13 +88,14 @@ def start(
     command = [
         *("nice", "-n", "5", str(PYTHON), "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
-        *("--api-key", http_key(SECRET), *_FLAGS, *flags),
+        *("--api-key", http_key(SECRET), "--tp", str(RANKS), *_FLAGS, *flags),
         *("--hicache-storage-backend-extra-config", json.dumps({**settings, **(extra or {})})),
     ]
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))} if RANKS > 1 else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -120,6 +122,12 @@ def ready(engine: Engine) -> None:
             time.sleep(0.25)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _free_ports(count: int) -> int:
+    """The first of so many neighbours."""
+    while True:
+        with ExitStack() as taken, suppress(OSError):
+            first = taken.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(first.getsockname()[1])
+            for number in range(port + 1, port + count):
+                taken.enter_context(socket.create_server(("127.0.0.1", number)))
+            return port

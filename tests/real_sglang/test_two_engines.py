@@ -272,8 +272,9 @@ async def test_a_frozen_source_costs_a_recompute(pair: Pair) -> None:
         start = await sample(a, ids, TOTAL, 2, stop_after=20)
         so_far = ids + start.token_ids
         await a.info()
-        scheduler = pair.a.scheduler
-        os.kill(scheduler, signal.SIGSTOP)
+        schedulers = pair.a.schedulers()
+        for process in schedulers:
+            os.kill(process, signal.SIGSTOP)
         try:
             report = await move_prefix(a, b, so_far, 2, MOVE_S)
             assert "nothing came from" in report.reason
@@ -282,7 +283,8 @@ async def test_a_frozen_source_costs_a_recompute(pair: Pair) -> None:
             assert rest.cached_tokens == 0
             as_if_never_stopped(Moved(start, report, rest, whole))
         finally:
-            os.kill(scheduler, signal.SIGCONT)
+            for process in schedulers:
+                os.kill(process, signal.SIGCONT)
 
 
 async def test_a_killed_source_costs_a_recompute(pair: Pair) -> None:
