@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _ABOUT_S = 0.3
-"""The longest wait for what an engine's plug-in says of its blocks: a move waits for it."""
+"""The longest wait for what an engine's plug-in says of its blocks, when it has said it before: a move waits for it."""
 
 
 class EngineClient:
@@ -229,7 +229,8 @@ class EngineClient:
         orders = await self._takes_orders()
         if self._beside:
             with suppress(EngineGone):
-                self._about = await self._call("GET", "/kv", None, orders, _ABOUT_S)
+                within_s = _ABOUT_S if self._about else None
+                self._about = await self._call("GET", "/kv", None, orders, within_s)
         return self._about
 
     # ------------------------------------------------------------------------------------------ plumbing

@@ -63,8 +63,16 @@ class HostPages:
         self._lock = threading.Lock()
         self._names: dict[bytes, Page] = {}
         self._numbers: dict[int, bytes] = {}
+        self._pool = pool
         self._free, self._clear = pool.free, pool.clear
         pool.free, pool.clear = self._forget_and_free, self._forget_and_clear
+
+    def let_go(self) -> None:
+        """The pool is as it was, and no page is here any more."""
+        self._pool.free, self._pool.clear = self._free, self._clear
+        with self._lock:
+            self._names.clear()
+            self._numbers.clear()
 
     def find(self, names: Iterable[bytes]) -> list[Page | None]:
         with self._lock:

@@ -46,6 +46,9 @@ _PIECE = 2
 """Bytes of a piece's number, behind its page's name."""
 _EPOCH = 1
 """The only one: a page's name says all of what it is, so it is good from whichever process has it."""
+_SHARE_PIECES = 1 << 16
+_SHARE_BYTES = 256 << 20
+"""What is pulled at once: the names have to fit into a message, and each share's memory is kept and dropped as one."""
 _START_S = 60.0
 _LEFT_ALONE_S = 5.0
 """A source that was lost is asked nothing for so long."""
@@ -131,6 +134,7 @@ class PageExchange:
         if not self._loop.is_closed():
             self._run(self._stop())
             self._end_loop()
+            self._pages.let_go()
 
     # ------------------------------------------------------------------------------------------ SGLang's threads
 
@@ -203,20 +207,38 @@ class PageExchange:
             raise Refused(f"{source} was lost a moment ago and is left alone")
         # The start of a prefix is worth more than its end: without room for all, the first ones are taken.
         missing = self._missing(manifest.blocks)[: self._settings.keep_bytes // self._pages.page_bytes]
+        step = max(1, min(_SHARE_PIECES // self._pages.pieces, _SHARE_BYTES // self._pages.page_bytes))
+        came = damaged = 0
+        until_s = time.monotonic() + deadline_s
+        for first in range(0, len(missing), step):
+            share = replace(
+                manifest, transfer=f"{manifest.transfer}.{first}", blocks=tuple(missing[first : first + step])
+            )
+            try:
+                whole, spoilt = await self._pull_share(source, share, until_s - time.monotonic())
+            except GyreError:
+                if not came:
+                    raise
+                break  # what has come is worth having
+            came, damaged = came + whole, damaged + spoilt
+        return len(manifest.blocks) - len(self._missing(manifest.blocks)), came * self._pages.page_bytes, damaged
+
+    async def _pull_share(self, source: str, manifest: Manifest, deadline_s: float) -> tuple[int, int]:
+        """Pages that came whole, and pages that came damaged."""
         numbers = range(self._pages.pieces)
-        pieces = tuple(_piece_name(name, number) for name in missing for number in numbers)
+        pieces = tuple(_piece_name(name, number) for name in manifest.blocks for number in numbers)
         wanted = replace(manifest, layout=self._own_layout, blocks=pieces)
-        staging = Staging(len(missing) * self._pages.page_bytes)
+        size = len(manifest.blocks) * self._pages.page_bytes
         try:
-            received = await self._transport.pull(source, wanted, self._pages.piece_bytes, staging, deadline_s)
+            received = await self._transport.pull(
+                source, wanted, self._pages.piece_bytes, Staging(size), max(0.001, deadline_s)
+            )
         except SourceLost:
             self._lost[source] = time.monotonic() + _LEFT_ALONE_S
             raise
         whole = _whole(received, self._pages.pieces)
-        self._arrivals.put(manifest.version, staging.size, whole)
-        here = len(manifest.blocks) - len(self._missing(manifest.blocks))
-        damaged = min(len(missing) - len(whole), -(-received.damaged // self._pages.pieces))
-        return here, len(whole) * self._pages.page_bytes, damaged
+        self._arrivals.put(manifest.version, size, whole)
+        return len(whole), min(len(manifest.blocks) - len(whole), -(-received.damaged // self._pages.pieces))
 
     def _missing(self, names: Sequence[bytes]) -> list[bytes]:
         found = zip(names, self._pages.find(names), strict=True)

@@ -22,6 +22,7 @@ from gyre import pki
 from gyre.engine.access import http_key
 from gyre.engine.client import EngineClient, EngineRefused, KvPulled, orders_url
 from gyre.errors import BadInput
+from gyre.kv_migrate import page_exchange
 from gyre.kv_migrate.asking import Line
 from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.conversation import AskChecksums, Checksums, Fetch, Granted, Offer, Open
@@ -424,6 +425,32 @@ async def test_without_room_for_all_the_start_of_the_prefix_is_taken(config: dic
         pulled = await pull(here, there.address, there.manifest(1, 2, 3))
         assert pulled.blocks == 2
         assert here.exchange.present([page_name(number) for number in (1, 2, 3)]) == 2
+
+
+async def test_a_long_prefix_comes_in_shares(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each small enough for a message; what has come stays when the source is lost before the end."""
+    monkeypatch.setattr(page_exchange, "_SHARE_PIECES", 6)
+    with source(config) as there, target({**config, "silence_s": 0.5}) as here:
+        there.tell(f"write {all_numbers()}")
+        assert (await pull(here, there.address, there.manifest(*range(PAGES)))).blocks == PAGES
+        assert fetched(here, *range(PAGES)) == [True] * PAGES
+    with source_process(config) as there, target({**config, "silence_s": 0.5}) as here:
+        there.tell(f"write {all_numbers()}")
+        seen = 0
+
+        def change(data: bytes, _: int) -> bytes | None:
+            nonlocal seen
+            seen += len(data)
+            if seen < 8 * here.pool.page_bytes:
+                return data
+            there.signal(signal.SIGKILL)
+            return None
+
+        async with between(there.address, change) as address:
+            pulled = await pull(here, address, there.manifest(*range(PAGES)))
+        assert pulled.reason == ""
+        assert 3 <= pulled.blocks < PAGES
+        assert here.exchange.present([page_name(number) for number in range(PAGES)]) == pulled.blocks
 
 
 async def test_a_page_that_is_in_the_pool_already_is_given_from_there(config: dict[str, Any]) -> None:

@@ -101,6 +101,16 @@ def test_whoever_read_an_intact_page_has_read_what_its_name_says(steps: list[tup
                 assert looked_for in where
 
 
+def test_a_pool_that_is_let_go_is_as_it_was() -> None:
+    pool = TorchPool("page_first_direct", pages=4)
+    free = pool.free
+    pages = HostPages(pool)
+    assert pool.free != free
+    pages.written([name(1)], pool.alloc(1))
+    pages.let_go()
+    assert (pool.free, pages.find([name(1)])) == (free, [None])
+
+
 def test_a_name_that_is_here_twice_lives_as_long_as_where_it_was_first() -> None:
     pool = TorchPool("page_first_direct", pages=4)
     pages = HostPages(pool)
