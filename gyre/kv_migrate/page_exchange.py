@@ -112,7 +112,7 @@ class PageExchange:
         self._page_tokens = page_tokens
         self._names = names
         self._rank, self._ranks = rank, ranks
-        self._layout = f"{pages.shape}/{ranks} ranks"
+        self._layout = f"{pages.shape}/tp{ranks}"
         self._own_layout = f"{self._layout}, rank {rank}"
         """Of the pieces, which two ranks must never take for each other's."""
         self._arrivals = Arrivals(settings.keep_bytes)

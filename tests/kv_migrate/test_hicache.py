@@ -27,6 +27,7 @@ from gyre.kv_migrate.asking import Line
 from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.conversation import AskChecksums, Checksums, Fetch, Granted, Offer, Open
 from gyre.kv_migrate.greeting import SharedSecret
+from gyre.kv_migrate.hicache_flags import hicache_flags
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.page_exchange import Settings
 from kv_migrate.host_pool import LAYOUTS, PAGE_SLOTS, TorchPool, content
@@ -484,6 +485,16 @@ def test_settings_that_are_not_allowed_are_named(change: dict[str, Any], field: 
     assert Settings.read(good).silence_s == 0.45
     with pytest.raises(BadInput, match=field):
         Settings.read(good | change)
+
+
+def test_the_options_for_sglang_say_the_settings() -> None:
+    settings = Settings("/a/secret", "10.0.0.1:9001", model="m", silence_s=2.0)
+    flags = hicache_flags(settings, 64)
+    config = json.loads(flags[flags.index("--hicache-storage-backend-extra-config") + 1])
+    assert Settings.read(config) == settings
+    assert (config["module_path"], config["prefetch_threshold"]) == ("gyre.kv_migrate.hicache", 64)
+    assert "keep_bytes" not in config
+    assert orders_url({"hicache_storage_backend_extra_config": json.dumps(config)}) == "http://10.0.0.1:9001"
 
 
 def test_a_port_that_is_taken_ends_the_start(config: dict[str, Any]) -> None:

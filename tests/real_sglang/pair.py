@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,13 +9,13 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gyre.engine.access import http_key
+from gyre.kv_migrate.hicache_flags import hicache_flags
+from gyre.kv_migrate.page_exchange import Settings
 
 SECRET = "a secret of the engines"
 PAGE_TOKENS = 16
@@ -28,8 +27,6 @@ _FLAGS = (
     *("--disable-overlap-schedule", "--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
     *("--page-size", str(PAGE_TOKENS), "--max-running-requests", "32", "--mem-fraction-static", "0.3"),
     *("--skip-server-warmup", "--log-level", "info", "--random-seed", "7"),
-    *("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-write-policy", "write_through"),
-    *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete"),
 )
 
 
@@ -67,29 +64,18 @@ class Engine:
         self.process.wait()
 
 
-def start(
-    name: str, model: Path, version: int, folder: Path, extra: Mapping[str, Any] | None = None, *flags: str
-) -> Engine:
-    """Begin to start one; `ready` waits for it. `extra` goes into the plug-in's settings."""
+def start(name: str, model: Path, version: int, folder: Path, *flags: str) -> Engine:
+    """Begin to start one; `ready` waits for it."""
     port, orders = _free_ports(1), _free_ports(RANKS)
     secret = folder / "secret"
     secret.write_text(SECRET, encoding="utf-8")
-    settings = {
-        "backend_name": "gyre",
-        "module_path": "gyre.kv_migrate.hicache",
-        "class_name": "GyreStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": PAGE_TOKENS,
-        "secret_file": str(secret),
-        "orders": f"127.0.0.1:{orders}",
-        "model": "the weights",
-        "silence_s": 5.0,  # a machine under load may well be silent for half a second
-    }
+    # A machine under load may well be silent for half a second.
+    settings = Settings(str(secret), f"127.0.0.1:{orders}", model="the weights", silence_s=5.0)
     command = [
         *("nice", "-n", "5", str(PYTHON), "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
         *("--api-key", http_key(SECRET), "--tp", str(RANKS), *_FLAGS, *flags),
-        *("--hicache-storage-backend-extra-config", json.dumps({**settings, **(extra or {})})),
+        *hicache_flags(settings, PAGE_TOKENS),
     ]
     environment = {
         **os.environ,

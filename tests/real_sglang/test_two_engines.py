@@ -43,7 +43,7 @@ MOVE_S = 60.0
 LIMIT_S = 240.0
 POOL_TOKENS = 12288
 FLAGS = (
-    *("--max-total-tokens", str(POOL_TOKENS), "--hicache-ratio", "1.25", "--hicache-mem-layout", "page_first_direct"),
+    *("--max-total-tokens", str(POOL_TOKENS), "--hicache-ratio", "1.25"),
     *("--chunked-prefill-size", "256", "--dtype", "float32"),
 )
 
@@ -62,7 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     models = (make_model(folder / "v1", seed=1, **SHAPE), make_model(folder / "v2", seed=2, **SHAPE))
     engines: list[Engine] = []
     try:
-        engines.extend(start(name, models[0], 1, folder, None, *FLAGS) for name in ("a", "b"))
+        engines.extend(start(name, models[0], 1, folder, *FLAGS) for name in ("a", "b"))
         for engine in engines:
             ready(engine)
         yield Pair(engines[0], engines[1], folder, models)
@@ -102,22 +102,26 @@ async def sample(
     rid, answer, stopping = f"r{random.getrandbits(64):x}", Answer(), None
     request = GenerateRequest(rid, list(ids), tokens, temperature=temperature, ignore_eos=True, version=key)
     if stop_after == 0:
-        stopping = asyncio.ensure_future(_stop_soon(client, rid))
+        stopping = asyncio.ensure_future(_stop_while_it_reads(client, rid))
     async for chunk in client.generate(request):
         answer.token_ids += chunk.token_ids
         answer.logprobs += chunk.logprobs
         answer.cached_tokens = chunk.cached_tokens
         if stop_after and len(answer.token_ids) >= stop_after and stopping is None:
             stopping = asyncio.ensure_future(client.abort(rid))
-    if stopping is not None:
+    if stopping is not None and stop_after == 0:
+        stopping.cancel()
+    elif stopping is not None:
         await stopping
     return answer
 
 
-async def _stop_soon(client: EngineClient, rid: str) -> None:
-    """While it reads its prompt, or before."""
-    await asyncio.sleep(random.uniform(0.0, 0.3))
-    await client.abort(rid)
+async def _stop_while_it_reads(client: EngineClient, rid: str) -> None:
+    """Again and again: the engine knows nothing of a request that has not come yet."""
+    await asyncio.sleep(random.uniform(0.0, 0.1))
+    while True:
+        await client.abort(rid)
+        await asyncio.sleep(0.02)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -237,6 +241,22 @@ async def test_a_source_under_pressure_evicts_what_it_likes_and_nothing_is_wrong
         for moved in moves:
             as_if_never_stopped(moved)
         assert (await a.kv_lack(early, 1)).missing, "the pressure was too low to evict anything"
+
+
+async def test_a_source_that_is_flushed_while_it_is_read_gives_nothing_wrong(pair: Pair) -> None:
+    prompts = [prompt(seed, 300) for seed in range(450, 456)]
+    async with clients(pair) as (a, b):
+        whole = await all_whole(b, prompts, key=99)
+        starts = await asyncio.gather(*(sample(a, ids, TOTAL, 1, stop_after=20) for ids in prompts))
+        so_far = [ids + start.token_ids for ids, start in zip(prompts, starts, strict=True)]
+        moves = [asyncio.ensure_future(move_prefix(a, b, ids, 1, MOVE_S)) for ids in so_far]
+        await a.flush_cache()
+        reports = await asyncio.gather(*moves)
+        rests = await asyncio.gather(
+            *(sample(b, ids, TOTAL - len(start.token_ids), 1) for ids, start in zip(so_far, starts, strict=True))
+        )
+    for moved in map(Moved, starts, reports, rests, whole):
+        as_if_never_stopped(moved)
 
 
 async def test_kv_of_a_version_that_is_over_is_never_read(pair: Pair) -> None:
