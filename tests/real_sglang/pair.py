@@ -32,7 +32,7 @@ _FLAGS = (
 
 _CACHE = Path(os.environ.get("GYRE_CACHE") or Path(__file__).parents[2] / ".cache")
 PYTHON = Path(os.environ.get("GYRE_SGLANG_PYTHON") or _CACHE / "sglang-0.5.23" / "bin" / "python")
-MISSING = "" if PYTHON.is_file() else "SGLang is not installed here: bin/sglang-env, 4 minutes"
+MISSING = "" if (PYTHON.parents[1] / ".made").exists() else "SGLang is not installed here: bin/sglang-env, 4 minutes"
 
 
 @dataclass
