@@ -179,7 +179,8 @@ async def test_a_body_that_is_not_json_is_answered_400(shared: EngineProcess) ->
 
 
 async def test_an_answer_that_is_not_streamed_comes_whole(shared: EngineProcess) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}}
+    nothing = {"lora_path": None, "return_hidden_states": False}
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}, **nothing}
     async with aiohttp.ClientSession() as session, session.post(f"{shared.url}/generate", json=body) as response:
         answer = await response.json()
     assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"] == 9

@@ -47,7 +47,7 @@ class Server:
 def sglang_server(folder: Path, model: Path, *options: str, version: int = 1) -> Iterator[Server]:
     """A serving SGLang; it is ended, by force if it must be, when the block is left."""
     folder.mkdir(parents=True, exist_ok=True)
-    section, port = engine_section(*options), _free_port()
+    section, port = engine_section(*options), free_port()
     secrets, log = folder / "secrets.yaml", folder / "sglang.log"
     secrets.write_text(secret_options(KEY), encoding="utf-8")
     argv = command(
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
         return int(asked.getsockname()[1])

@@ -90,13 +90,14 @@ _SAMPLING = {
     "sampling_seed",
     "stream_interval",
 }
-_TOP = {"rid", "input_ids", "sampling_params", "return_logprob", "stream", "extra_key"}
+_TOP = {"rid", "input_ids", "sampling_params", "return_logprob", "stream", "extra_key", "log_metrics"}
 
 
 def read_request(body: Any, rid: str) -> SampleRequest:
     """The request in a /generate body; `rid` is taken when it names none. Raises BadInput, one line.
 
-    What the engine cannot honour is refused, never ignored.
+    What the engine cannot honour is refused, never ignored. A field that is null or false asks for nothing: sglang-router
+    writes requests out with all the fields that it knows (and has them counted in SGLang's metrics).
     """
     top = _object("body", body)
     _known("body", top, _TOP)
@@ -141,7 +142,7 @@ def _object(field: str, value: Any) -> Mapping[str, Any]:
 
 def _known(field: str, value: Mapping[str, Any], allowed: set[str]) -> None:
     for key in value:
-        if key not in allowed:
+        if key not in allowed and value[key] not in (None, False):
             raise BadInput(f"{field}.{key}", value[key], f"the local engine honours {', '.join(sorted(allowed))}")
 
 
