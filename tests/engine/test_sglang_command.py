@@ -62,7 +62,7 @@ def test_on_a_cpu_it_takes_the_layers_that_need_no_kernels() -> None:
 
 
 def test_options_of_the_job_file_come_last_and_unchanged() -> None:
-    more = ("--cuda-graph-max-bs", "64", "--attention-backend=fa3")
+    more = ("--cuda-graph-max-bs-decode", "64", "--attention-backend=fa3")
     assert options(EngineSection(kind="sglang", python="python", options=more))[-3:] == more
 
 

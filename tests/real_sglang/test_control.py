@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,11 +15,13 @@ from engine.conftest import EngineUnderTest
 from engine.contract import LONG, Live, new_rid
 from transformers import AutoModelForCausalLM
 
+from gyre.config import EngineSection
 from gyre.engine.client import EngineClient, EngineRefused, VersionSpan
 from gyre.engine.http import Origin
+from gyre.engine.sglang.command import command, environment
 from gyre.engine.sglang.control import SglangClient
 
-from .servers import KEY, Server
+from .servers import CELLS, KEY, PYTHON, Server, engine_section
 
 
 @pytest.fixture
@@ -92,6 +97,24 @@ async def test_logprobs_are_the_models_own_at_the_temperature_that_was_sampled_w
             logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
         expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor([answer.token_ids]).T)
         assert torch.allclose(torch.tensor(answer.logprobs), expected[:, 0], atol=2e-4), temperature
+
+
+def test_the_command_line_for_gpus_is_one_that_it_knows(server: Server, tmp_path: Path) -> None:
+    """As far as that can be known without a GPU."""
+    section = EngineSection(kind="sglang", python=str(PYTHON), tensor_parallel=4)
+    rest = {"host": "127.0.0.1", "port": 30000, "secrets": tmp_path / "secrets", "place": 1}
+    argv = command(section, CELLS, python=section.python, model=server.model, version=3, **rest)  # type: ignore[arg-type]
+    program = (
+        "import argparse, json, sys; from sglang.srt.server_args import ServerArgs; "
+        "parser = argparse.ArgumentParser(allow_abbrev=False); ServerArgs.add_cli_args(parser); "
+        "read = parser.parse_args(json.loads(sys.argv[1])); "
+        "print(read.tp_size, read.base_gpu_id, read.enable_memory_saver, read.weight_version)"
+    )
+    env = environment(engine_section(), CELLS, os.environ)
+    said = subprocess.run(
+        [str(PYTHON), "-c", program, json.dumps(argv[3:])], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert said.stdout.splitlines()[-1:] == ["4 4 True 3"], said.stderr
 
 
 async def test_it_answers_nothing_without_the_key(server: Server, engine: EngineUnderTest) -> None:
