@@ -157,6 +157,8 @@ class EngineSection(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """GPUs of one cell."""
+    moves_kv: bool = False
+    """KV blocks go ahead of a request that goes on at another cell, by Gyre's plug-in for HiCache. Of one rank only."""
     options: tuple[str, ...] = ()
     """Further options of SGLang's command line."""
 
@@ -172,6 +174,8 @@ class EngineSection(Section):
     def _of_its_kind(self) -> EngineSection:
         if self.kind == "sglang" and not self.python:
             raise ValueError("the kind sglang needs python: the Python that has SGLang")
+        if self.moves_kv and self.tensor_parallel > 1:
+            raise ValueError("moves_kv is for engines of one rank: tensor_parallel must be 1")
         fields = type(self).model_fields
         given = [name for name in fields if name != "kind" and getattr(self, name) != fields[name].default]
         if self.kind == "local" and given:

@@ -16,7 +16,7 @@ from pathlib import Path
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
 from gyre.engine.access import http_key
-from gyre.engine.sglang.command import command, environment, secret_options
+from gyre.engine.sglang.command import KvPlugin, command, environment, secret_options
 from gyre.errors import GyreError, Unavailable
 
 LOCAL_START_S = 180.0
@@ -38,15 +38,14 @@ async def start(site: Site, name: str, place: int, model: Path, version: int, re
 
 
 async def _start_local(site: Site, name: str, model: Path, version: int, ready_file: Path) -> tuple[Child, str]:
-    cells, held = site.spec.cells, site.credentials
+    cells, certificates = site.spec.cells, _certificates(site)
     argv = (
         *(sys.executable, "-m", "gyre.engine.local", "--model", str(model), "--version", str(version)),
         *("--ready-file", str(ready_file), "--secret-file", str(site.job.secret_file)),
         *("--threads", str(cells.threads), "--block-tokens", str(cells.block_tokens)),
         *("--cache-tokens", str(cells.cache_tokens)),
         *("--host", site.host),
-        # By which its KV blocks move to engines of other nodes.
-        *(() if held is None else ("--certificates", str(held.ca), str(held.certificate), str(held.key))),
+        *(("--certificates", *certificates) if certificates else ()),
     )
     log = site.job.logs / f"{name}.log"
     child = await site.children.start(ChildSpec(name, argv, log=log))
@@ -78,6 +77,7 @@ async def _start_sglang(
         port=port,
         secrets=secrets,
         place=place,
+        kv=_kv_plugin(site) if spec.engine.moves_kv else None,
     )
     log = site.job.logs / f"{name}.log"
     child = await site.children.start(
@@ -100,6 +100,17 @@ async def _start_sglang(
 def read_ready(ready_file: Path) -> str:
     """The engine's address. Raises OSError, ValueError or KeyError where the file does not say it."""
     return str(json.loads(ready_file.read_text(encoding="utf-8"))["url"])
+
+
+def _kv_plugin(site: Site) -> KvPlugin:
+    orders = f"{site.host}:{_free_port(site.host)}"
+    return KvPlugin(orders, site.job.secret_file, site.spec.job.name, _certificates(site))
+
+
+def _certificates(site: Site) -> tuple[str, ...]:
+    """By which KV blocks move to engines of other nodes."""
+    held = site.credentials
+    return () if held is None else (str(held.ca), str(held.certificate), str(held.key))
 
 
 async def _pause(child: Child, log: Path, seconds: float) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from gyre.config import SGLANG_SET, CellsSection, EngineSection
-from gyre.engine.sglang.command import command, environment, secret_options
+from gyre.engine.sglang.command import KvPlugin, command, environment, secret_options
 
 CELLS = CellsSection(slots=24, block_tokens=64, cache_tokens=1_000_000, threads=3)
 KEY = "0123456789abcdef"
 
 
-def options(engine: EngineSection, place: int = 0) -> tuple[str, ...]:
+def options(engine: EngineSection, place: int = 0, kv: KvPlugin | None = None) -> tuple[str, ...]:
     return command(
         engine,
         CELLS,
@@ -24,6 +25,7 @@ def options(engine: EngineSection, place: int = 0) -> tuple[str, ...]:
         port=30000,
         secrets=Path("/job/state/engine-c0.yaml"),
         place=place,
+        kv=kv,
     )
 
 
@@ -64,6 +66,24 @@ def test_on_a_cpu_it_takes_the_layers_that_need_no_kernels() -> None:
 def test_options_of_the_job_file_come_last_and_unchanged() -> None:
     more = ("--cuda-graph-max-bs-decode", "64", "--attention-backend=fa3")
     assert options(EngineSection(kind="sglang", python="python", options=more))[-3:] == more
+
+
+def test_with_kv_that_moves_it_has_our_plug_in_and_no_secret_on_the_command_line() -> None:
+    engine = EngineSection(kind="sglang", python="python", moves_kv=True)
+    assert "--enable-hierarchical-cache" not in options(engine)
+    argv = options(engine, kv=KvPlugin("10.0.0.4:30001", Path("/job/state/secret"), "my-job", ("ca", "cert", "key")))
+    assert value(argv, "--hicache-storage-backend") == "dynamic"
+    assert json.loads(value(argv, "--hicache-storage-backend-extra-config")) == {
+        "backend_name": "gyre",
+        "module_path": "gyre.kv_migrate.hicache",
+        "class_name": "GyreStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": 64,
+        "secret_file": "/job/state/secret",
+        "orders": "10.0.0.4:30001",
+        "model": "my-job",
+        "certificates": ["ca", "cert", "key"],
+    }
 
 
 def test_the_key_is_in_a_file_and_not_on_the_command_line() -> None:

@@ -60,6 +60,7 @@ def sglang_server(folder: Path, model: Path, *options: str, version: int = 1) ->
         port=port,
         secrets=secrets,
         place=0,
+        kv=None,
     )
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -102,7 +102,7 @@ async def test_logprobs_are_the_models_own_at_the_temperature_that_was_sampled_w
 def test_the_command_line_for_gpus_is_one_that_it_knows(server: Server, tmp_path: Path) -> None:
     """As far as that can be known without a GPU."""
     section = EngineSection(kind="sglang", python=str(PYTHON), tensor_parallel=4)
-    rest = {"host": "127.0.0.1", "port": 30000, "secrets": tmp_path / "secrets", "place": 1}
+    rest = {"host": "127.0.0.1", "port": 30000, "secrets": tmp_path / "secrets", "place": 1, "kv": None}
     argv = command(section, CELLS, python=section.python, model=server.model, version=3, **rest)  # type: ignore[arg-type]
     program = (
         "import argparse, json, sys; from sglang.srt.server_args import ServerArgs; "
