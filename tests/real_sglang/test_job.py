@@ -10,9 +10,13 @@ import pytest
 from job.a_job import Job, gated
 from job.conftest import make_job as make_job
 
+from gyre.actors.engine_process import read_ready
+from gyre.engine.access import http_key
+from gyre.engine.client import EngineClient
+
 from .servers import MISSING, PYTHON
 
-ENGINE = {"kind": "sglang", "python": str(PYTHON), "device": "cpu", "dtype": "float32"}
+ENGINE = {"kind": "sglang", "python": str(PYTHON), "device": "cpu", "dtype": "float32", "moves_kv": True}
 
 
 async def test_a_cell_goes_from_sglang_to_training_and_back_and_its_engine_outlives_gyred(
@@ -24,6 +28,11 @@ async def test_a_cell_goes_from_sglang_to_training_and_back_and_its_engine_outli
     job.start()
     engine = (await job.until_status("runs at the gate", gated)).pids["engine-c0"]
     assert "sglang.launch_server" in job.processes()[engine]
+    url = read_ready(job.dir.state / "engine-c0.json")
+    async with EngineClient(url, key=http_key(job.dir.secret_file.read_text().strip())) as client:
+        about = await client.info()
+        lack = await client.kv_lack(list(range(3, 43)), 0)
+    assert (about.kv_model, about.block_tokens, lack.blocks) == ("small", 16, 2)
     os.kill(job.gyred(), signal.SIGKILL)
     job.open_gate()
     assert await job.ended() == 0
