@@ -29,6 +29,7 @@ from gyre.store.protocol import StoreLocked
 
 TAKEN = 3
 _M_MMAP_THRESHOLD, _BIG_BYTES = -3, 128 * 1024
+_M_ARENA_MAX, _ARENAS = -8, 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,9 +83,11 @@ def _reload(begun: NodeConfig, file: Path, service: Service) -> None:
 
 def _give_memory_back() -> None:
     """Have a big buffer's memory go back to the system when it is freed: glibc else learns to keep as much as the biggest
-    message so far took."""
+    message so far took, and each thread of grpc a heap of its own, though they hardly work at the same time."""
     with suppress(AttributeError):  # another C library has no such thing, and needs none
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _BIG_BYTES)
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _BIG_BYTES)
+        library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Fleet(Job):
     @staticmethod
     def make(root: Path, store_url: str, names: str = "abc", **settings: dict[str, object]) -> Fleet:
         root.mkdir(parents=True, exist_ok=True)
-        fleet = Fleet(root, {"harness": {"max_live": 2}, **settings}, store_url=store_url, gyred_most_bytes=95e6)
+        fleet = Fleet(root, {"harness": {"max_live": 2}, **settings}, store_url=store_url)
         fleet.write()
         pki.init(root / "pki", "tests", 10)
         for name, port in zip(names, ports(len(names)), strict=True):

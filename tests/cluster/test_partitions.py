@@ -74,7 +74,7 @@ def apart(tmp_path: Path, etcd: EtcdBinary) -> Iterator[Apart]:
             relay = subprocess.Popen(argv, pass_fds=[fd])
         root = tmp_path / "fleet"
         root.mkdir()
-        fleet = Apart(root, {"harness": {"max_live": 3}, "job": {"steps": 2}}, gyred_most_bytes=95e6, network=network)
+        fleet = Apart(root, {"harness": {"max_live": 3}, "job": {"steps": 2}}, network=network)
         fleet.add_task("train/one", {"gate": "closed"})
         fleet.add_task("train/two", {"gate": "closed"})
         fleet.write()

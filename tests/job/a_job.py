@@ -32,6 +32,7 @@ from gyre.store.records import JobState, Purpose, RunRecord, RunState, StepRecor
 from gyre.train.batch import GroupPlan, SettledGroup, SettledRun, plan
 from gyre.trajectory.records import Outcome
 
+GYRED_MOST_BYTES = 80e6
 DEADLINE_S = 240.0
 """For anything that is waited for: a machine that is busy takes its time, one that hangs never ends."""
 
@@ -60,7 +61,6 @@ class Job:
     script: Sequence[dict[str, Any]] = tuple(SCRIPT)
     up: subprocess.Popen[str] | None = None
     gate_is_open: bool = False
-    gyred_most_bytes: float = 80e6
     gyred_bytes: int = 0
     """The most memory that a gyred of it was seen to have."""
 
@@ -283,7 +283,7 @@ class Job:
         assert books.job.state is JobState.FINISHED, f"{books.job}; {self.tail()}"
         assert books.snapshot is not None
         assert books.snapshot.version == steps
-        assert 20e6 < self.gyred_bytes <= self.gyred_most_bytes, self.gyred_bytes
+        assert 20e6 < self.gyred_bytes <= GYRED_MOST_BYTES, self.gyred_bytes
         assert [step.step for step in books.steps] == list(range(1, steps + 1))
         assert [step.version for step in books.steps] == list(range(1, steps + 1))
         training = {group.group: group for group in books.groups if group.purpose is Purpose.TRAIN}

@@ -73,6 +73,8 @@ class EtcdClient:
         self._token_lock = asyncio.Lock()
         self._heard_s: dict[str, float] = {}
         self._checks: dict[str, asyncio.Lock] = {}
+        self.left: Callable[[str], None] = lambda _: None
+        """Told of an endpoint that is left for another."""
         self.closed = asyncio.Event()
 
     @property
@@ -178,6 +180,8 @@ class EtcdClient:
         if endpoint == self.endpoint:
             self._current = (self._current + 1) % len(self.address.endpoints)
             self._renew_files()
+            if endpoint != self.endpoint:
+                self.left(endpoint)
         return Unanswered(f"etcd at {endpoint} does not answer: {text}")
 
     # ----------------------------------------------------------------------------------------------------- streams
@@ -203,8 +207,6 @@ class EtcdClient:
         async with self._checks.setdefault(endpoint, asyncio.Lock()):
             if asyncio.get_running_loop().time() - self._heard_s.get(endpoint, float("-inf")) < silent_s:
                 return
-            if endpoint != self.endpoint:
-                raise self.leave(endpoint, "it was left for another")
             key = f"/gyre/{self.address.cluster}/".encode()
             request = message_class("RangeRequest")(key=key, serializable=True, keys_only=True, limit=1)
             try:

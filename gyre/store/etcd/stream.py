@@ -25,8 +25,10 @@ from gyre.store.etcd.client import EOF, EtcdClient, Unanswered
 from gyre.store.etcd.status import Failure, failure
 from gyre.store.protocol import Compacted, StoreClosed
 
-SILENT_S = 2.0
-"""A member that is frozen says nothing, like one that has nothing to say: after so long its endpoint is checked."""
+SILENT_S = 4.0
+"""A member that is frozen says nothing, like one that has nothing to say: after so long its endpoint is checked. So long
+that the renewals of a node's lease are answered in between: they tell as much, and a stream ends as soon as anything of
+its client finds its endpoint silent."""
 UNTAKEN = 1000
 """Answers that a watch may have waiting."""
 
@@ -73,6 +75,7 @@ class Streams:
         self._now: _Stream | None = None
         self._open: set[_Stream] = set()
         self._closed = False
+        client.left = self._left
 
     @contextmanager
     def watch(self, prefix: str, revision: int) -> Generator[Watched]:
@@ -88,6 +91,11 @@ class Streams:
             yield watched
         finally:
             stream.leave(watched)
+
+    def _left(self, endpoint: str) -> None:
+        for stream in tuple(self._open):
+            if stream.endpoint == endpoint:
+                stream.end(Unanswered(f"etcd at {endpoint} was left for another"))
 
     async def close(self) -> None:
         """End every watch with StoreClosed."""
