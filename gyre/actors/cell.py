@@ -199,14 +199,14 @@ class CellActor(Actor):
                 self._tell_lost()
                 await self._processes.stop_replica()
             case role.RestartEngine():
-                self._begin(self._start_engine(), role.Stage.ENGINE)
+                self._begin(self._start_engine, role.Stage.ENGINE)
             case role.RestartReplica():
                 self._tell_lost()
                 self.task(self._start_replica(), self._heard, self._replica_failed)
             case _:
-                self._begin(self._stage(action), _STAGES[type(action)])
+                self._begin(lambda: self._stage(action), _STAGES[type(action)])
 
-    def _begin(self, work: Awaitable[role.Event], stage: role.Stage) -> None:
+    def _begin(self, work: Callable[[], Awaitable[role.Event]], stage: role.Stage) -> None:
         """Run a stage; its end is an event that counts only while nothing else has ended the stage."""
         if self._running is not None and not self._running.done():
             self._running.cancel()
@@ -215,7 +215,7 @@ class CellActor(Actor):
         async def run() -> role.Event:
             try:
                 async with asyncio.timeout(STAGE_S):
-                    return await work
+                    return await work()
             except TimeoutError:
                 return role.StageTimedOut(stage)
             except GyreError as error:

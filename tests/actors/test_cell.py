@@ -4,10 +4,13 @@ orders, new versions, deaths, failures and its own restarts."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -390,3 +393,25 @@ async def test_an_actor_that_fails_in_a_stage_comes_back_and_gets_there(
         await until(lambda: "claim" in bench.machine.done)
         assert bench.machine.replica is not None
         assert bench.machine.replica.alive
+
+
+async def test_a_stage_that_is_ended_before_its_first_step_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, cancelled = CellActor._begin, 0  # pyright: ignore[reportPrivateUsage]
+
+    def begin_and_cancel(self: CellActor, work: Any, stage: Any) -> None:
+        nonlocal cancelled
+        begin(self, work, stage)
+        if cancelled == 0:
+            cancelled += 1
+            assert self._running is not None  # pyright: ignore[reportPrivateUsage]
+            self._running.cancel()  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(CellActor, "_begin", begin_and_cancel)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        async with a_cell(tmp_path, monkeypatch):
+            await until(lambda: cancelled)
+        gc.collect()
+    assert [str(warning.message) for warning in warned if "never awaited" in str(warning.message)] == []
