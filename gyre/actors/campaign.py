@@ -24,8 +24,9 @@ CAMPAIGN_PAUSE_S = 1.0
 """Before the next campaign after one that the store did not take, or another has won and we have not heard of yet."""
 RESIGN_PAUSE_S = 0.2
 """The others' head start, after this one gave the lease up, before it campaigns again."""
-SPREAD_S = 0.001
-"""Between two candidates, on average, when nobody leads; what a thousand take together is the longest."""
+SPREAD_S = 0.01
+"""Between two candidates, on average, when nobody leads: so the first waits about as long, and a few more before they hear
+of it. What a thousand take together is the longest."""
 MOST_CANDIDATES = 1000
 
 
