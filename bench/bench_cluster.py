@@ -306,10 +306,9 @@ async def course(stores: list[Store], keys: Keys, etcd: int, tasks: list[asyncio
     written = await leader.publish(began_s + PUBLICATIONS_S)
     found["publications"] = written / (perf_counter() - began_s)
     found["heard"] = (seen.heard - before) / (perf_counter() - began_s)
-    found["lost"] = seen.lost
+    found["lost"] = max(seen.lost, *(NODES - len(directory.nodes) for directory in directories))
     found["etcd_mb"] = _resident_mb(etcd)
     found["process_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert all(len(directory.nodes) == NODES - seen.lost for directory in directories)
     return found
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 from gyre.actors.messages_journals import Attempt, Taken, TakeOver
-from gyre.actors.mirror import Mirror
 from gyre.actors.site import Site
+from gyre.actors.term import Term
+from gyre.actors.view import View
 from gyre.errors import GyreError
 from gyre.ids import NodeId, RunId
 from gyre.sched.placement import Absence, Room, choose_core, in_batches, left_by, placed, taken_up
 from gyre.store.election import Verdict
-from gyre.store.protocol import Compare, Delete, Put
-from gyre.store.records import CellRoleRecord, CoreRecord, GroupRecord, RunRecord, RunState
+from gyre.store.protocol import Compare
+from gyre.store.records import CoreRecord, RunRecord, RunState
 from gyre.store.typed import put_record
 
 GRACE_S = 5.0
@@ -29,28 +29,11 @@ PATIENCE_S = 30.0
 """For nodes to say what copies they have, before runs are run again that one of them may have."""
 
 
-class Commit(Protocol):
-    async def __call__(
-        self, puts: Sequence[Put], compares: Sequence[Compare] = (), deletes: Sequence[Delete] = ()
-    ) -> Verdict:
-        """One transaction, fenced by the leader's token."""
-        ...
-
-
 class Places:
-    def __init__(
-        self,
-        site: Site,
-        groups: Mirror[GroupRecord],
-        runs: Mirror[RunRecord],
-        roles: Mirror[CellRoleRecord],
-        commit: Commit,
-    ) -> None:
+    def __init__(self, site: Site, view: View, term: Term) -> None:
         self._site = site
-        self._groups = groups
-        self._runs = runs
-        self._roles = roles
-        self._commit = commit
+        self._view = view
+        self._term = term
         self._absence = Absence(GRACE_S)
         self._gone: frozenset[NodeId] = frozenset()
         self._sought_s: float | None = None
@@ -63,7 +46,7 @@ class Places:
     async def look(self, now_s: float) -> None:
         """What a node that is gone had is given to others: the core, its runs, the tokens that nobody has trained."""
         site, directory = self._site, self._site.directory
-        known = {spec.node for spec in directory.specs} | {run.node for run in self._runs.records}
+        known = {spec.node for spec in directory.specs} | {run.node for run in self._view.runs.records}
         gone = self._absence.look(now_s, known, directory.nodes)
         for node in sorted(gone - self._gone):
             site.say(f"{node} is gone; what it had is given to others")
@@ -71,7 +54,10 @@ class Places:
         await self._place_core()
         if not gone:
             return
-        groups, records = dict(self._groups.items), dict(self._runs.items)  # as they are before anybody is asked
+        groups, records = (
+            dict(self._view.groups.items),
+            dict(self._view.runs.items),
+        )  # as they are before anybody is asked
         left = left_by(
             gone,
             [seen.record for seen in groups.values()],
@@ -90,7 +76,7 @@ class Places:
             seen = [records[site.keys.run(run.run)] for run in runs]
             compares = [Compare.modified(item.key, item.mod_revision) for item in (group_seen, *seen)]
             puts = [put_record(group_seen.key, group), *(put_record(site.keys.run(run.run), run) for run in runs)]
-            await self._commit(puts, compares)
+            await self._term.commit(puts, compares)
 
     async def _kept(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, NodeId] | None:
         """Which node has a copy of which of these runs; it makes them its own. None while one that may have some has
@@ -119,7 +105,7 @@ class Places:
 
     async def _place_core(self) -> None:
         site, held = self._site, self._site.directory.core
-        roles = {site.keys.cell_of(key): seen.record.observed for key, seen in self._roles.items.items()}
+        roles = {cell: seen.record.observed for cell, seen in self._view.seen_roles.items()}
         chosen = choose_core(
             held.record.cell if held else None,
             site.directory.cells,
@@ -132,22 +118,22 @@ class Places:
         key = site.keys.core
         compare = Compare.modified(key, held.mod_revision if held else 0)
         put = put_record(key, CoreRecord(chosen.cell, chosen.node))
-        if await self._commit((put,), (compare,)) is Verdict.WRITTEN and held is not None:
+        if await self._term.commit((put,), (compare,)) is Verdict.WRITTEN and held is not None:
             site.say(f"{chosen.cell} of {chosen.node} is the core from now on, in place of {held.record.cell}")
 
     async def give_runs(self) -> None:
         site = self._site
         nodes, draining = site.directory.nodes, site.directory.draining
         rooms = [Room(node, item.record.max_live, node in draining) for node, item in nodes.items()]
-        in_order = sorted(self._runs.items.values(), key=lambda item: (item.create_revision, item.key))
+        in_order = sorted(self._view.runs.items.values(), key=lambda item: (item.create_revision, item.key))
         for changed in in_batches(placed([item.record for item in in_order], rooms, self._gone)):
-            seen = [self._runs.items[site.keys.run(run.run)] for run in changed]
+            seen = [self._view.runs.items[site.keys.run(run.run)] for run in changed]
             compares = [Compare.modified(item.key, item.mod_revision) for item in seen]
             if (
-                await self._commit([put_record(site.keys.run(run.run), run) for run in changed], compares)
+                await self._term.commit([put_record(site.keys.run(run.run), run) for run in changed], compares)
                 is Verdict.WRITTEN
             ):
                 for run in changed:
                     now = await site.store.get(site.keys.run(run.run), RunRecord)
                     if now is not None:
-                        self._runs.put(now)
+                        self._view.runs.put(now)

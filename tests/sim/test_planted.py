@@ -12,6 +12,7 @@ import pytest
 from gyre.actors import campaign as campaign_module
 from gyre.actors import core as core_module
 from gyre.actors import scheduler as scheduler_module
+from gyre.actors import term as term_module
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
 from gyre.actors.messages import ClusterChanged, DrainEngine, Lead, RunEnded
@@ -43,7 +44,7 @@ def test_a_leaders_writes_without_the_fence(monkeypatch: pytest.MonkeyPatch) -> 
     def unfenced(keys: Keys, *args: Any, **rest: Any) -> Txn:
         return without_compares(election.fenced_txn(keys, *args, **rest), [keys.leader])
 
-    monkeypatch.setattr(scheduler_module, "fenced_txn", unfenced)
+    monkeypatch.setattr(term_module, "fenced_txn", unfenced)
     late = [Fault(2.0, Kind.CUT_AT_WRITE, "n0 groups", 5.7)]  # a write that was sent in time comes when another leads
     assert "leads" in first_violation(*late)
 
@@ -60,9 +61,9 @@ def test_a_leader_that_leads_until_it_is_told_that_its_lease_is_lost(monkeypatch
     """It is told when the handler in hand has ended, which waits for the store as everything does."""
 
     async def deposed(self: SchedulerActor, message: Any) -> None:
-        self._term = 0
+        self.term.begin(0)
 
-    monkeypatch.setattr(SchedulerActor, "_token", property(lambda self: self._term))
+    monkeypatch.setattr(term_module.Term, "token", property(lambda self: self._begun))
     _replace_handler(monkeypatch, SchedulerActor, scheduler_module._Deposed, deposed)
     assert "goes by token" in first_violation(*(Fault(2.0, Kind.CUT, f"{node} store", 9.0) for node in ("n0", "n1")))
 

@@ -302,7 +302,7 @@ class Node:
         """By which its scheduler leads; 0 when it does not."""
         host = self.system.roots.get("scheduler") if self.system is not None and self.site is not None else None
         scheduler = host._actor if host is not None else None
-        return scheduler._token if isinstance(scheduler, SchedulerActor) else 0
+        return scheduler.term.token if isinstance(scheduler, SchedulerActor) else 0
 
 
 class World:
