@@ -72,8 +72,10 @@ AT_ONCE = 20
 """Nodes that begin at the same moment; all of them in one process would ask more at once than it can hear in time."""
 PAUSE_S = 0.3
 ORDERS_S, PUBLICATIONS_S = 20.0, 20.0
-SETTLE_S = 15.0
-"""For everybody to have heard, and to wait again."""
+SETTLE_S = 5.0
+"""For whoever has lost a campaign to wait again."""
+HEARD_S = 300.0
+"""For everybody to have heard; this process may have little of the machine."""
 
 
 @dataclass
@@ -249,6 +251,10 @@ async def course(stores: list[Store], keys: Keys, etcd: int, tasks: list[asyncio
         tasks.append(asyncio.ensure_future(work))
         return tasks[-1]
 
+    async def until_heard_of(leader: Session) -> None:
+        await until(lambda: all(each.offices.leader == leader.node for each in everybody))
+        await asyncio.sleep(SETTLE_S)
+
     first = TypedStore(stores[0])
     await first.put(keys.core, CoreRecord(everybody[0].cell, everybody[0].node))
     await first.put(keys.snapshot, SnapshotRecord(0, "", everybody[0].node))
@@ -273,8 +279,7 @@ async def course(stores: list[Store], keys: Keys, etcd: int, tasks: list[asyncio
             begin(each.hear(prefix, now))
         if number % AT_ONCE == 0:
             await asyncio.sleep(PAUSE_S)
-    await asyncio.sleep(SETTLE_S)
-    assert all(directory.listed for directory in directories)
+    await until(lambda: all(known.listed for known in (*directories, *(each.offices for each in everybody))))
 
     began_s = perf_counter()
     campaigns = {everybody[0]: begin(everybody[0].campaign.run())}
@@ -284,20 +289,20 @@ async def course(stores: list[Store], keys: Keys, etcd: int, tasks: list[asyncio
         campaigns[each] = begin(each.campaign.run())
         if number % AT_ONCE == 0:
             await asyncio.sleep(PAUSE_S)
-    await asyncio.sleep(SETTLE_S)
+    await until_heard_of(leader)
 
     leader.campaign.resign()
     began_s = perf_counter()
     leader = await won.get()
     found["resign"] = perf_counter() - began_s
-    await asyncio.sleep(SETTLE_S)
+    await until_heard_of(leader)
 
     assert won.empty(), "the leader could not keep its lease: this process has too little of the machine"
     campaigns[leader].cancel()
     began_s = perf_counter()
     leader = await won.get()
     found["takeover"] = perf_counter() - began_s
-    await asyncio.sleep(SETTLE_S)
+    await until_heard_of(leader)
 
     began_s = perf_counter()
     written = await leader.change_roles(everybody, began_s + ORDERS_S)
@@ -310,6 +315,12 @@ async def course(stores: list[Store], keys: Keys, etcd: int, tasks: list[asyncio
     found["etcd_mb"] = _resident_mb(etcd)
     found["process_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return found
+
+
+async def until(wanted: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HEARD_S):
+        while not wanted():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 def _resident_mb(pid: int) -> float:

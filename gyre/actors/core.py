@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gyre.actors.batch import Batch, Stepping, step_record
 from gyre.actors.copies import copied
@@ -43,25 +43,23 @@ from gyre.actors.messages import (
     SumsStaged,
     WhoLeads,
 )
+from gyre.actors.publication import Publication, Published
 from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
 from gyre.ids import CellId, NodeId
 from gyre.sched.launch import batch_of, group_id
-from gyre.store.election import Verdict, publish_snapshot_txn, verdict
-from gyre.store.protocol import Compacted, Compare
+from gyre.store.protocol import Compacted
 from gyre.store.records import (
     CoreRecord,
     GroupRecord,
     GroupState,
-    JobRecord,
     Purpose,
     RunRecord,
     SnapshotRecord,
-    StepRecord,
 )
-from gyre.store.typed import Versioned, put_record
+from gyre.store.typed import Versioned
 from gyre.train.batch import SettledGroup, SettledRun, learning_rate, plan
 from gyre.train.ledger import Ledger
 from gyre.train.snapshot import keep_newest, snapshot_path
@@ -451,26 +449,25 @@ class CoreActor(Actor):
         assert old is not None
         assert done is not None
         assert stepping is not None
-        record = SnapshotRecord(done.version, done.digest, site.node)
         step = step_record(batch.plans, stepping, done, site.outside.unix_s())
-        while True:
-            if self._token == 0:
+        new = SnapshotRecord(done.version, done.digest, site.node)
+        outcome, now = Published.DEPOSED, old
+        if self._token != 0:
+            outcome, now = await Publication(site, self._office, old, new, step).publish(self._token)
+        match outcome:
+            case Published.DEPOSED:
+                self._token = 0
                 site.say(f"step {step.step} is taken and waits for a leader, to be published")
                 return
-            outcome = await self._commit_step(old, record, step)
-            now = await site.store.get(site.keys.snapshot, SnapshotRecord)
-            assert now is not None
-            if now.record == record:  # also when the answer to an earlier try was lost
-                break
-            if now.mod_revision != old.mod_revision:
+            case Published.OVERTAKEN:
                 self._give_up_step(f"step {step.step} was taken and version {now.record.version} was there before it")
                 await self._go_on_from(now)
                 return
-            if await self._replaced():
+            case Published.REPLACED:
                 self._give_up_step(f"step {step.step} was taken, and another cell is the core by now")
                 return
-            if outcome is Verdict.DEPOSED:
-                self._token = 0
+            case Published.DONE:
+                pass
         self._failures = 0
         site.say(
             f"step {step.step}: mean reward {step.mean_reward:.3f}, {step.counted_tokens} tokens, version {done.version}"
@@ -481,30 +478,6 @@ class CoreActor(Actor):
         self._end_step()
         keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)
         await self._go_on_from(now)
-
-    async def _commit_step(self, old: Versioned[SnapshotRecord], new: SnapshotRecord, step: StepRecord) -> Verdict:
-        """The transaction after which the step is taken: snapshot, step, groups and job, or nothing of it."""
-        site = self._site
-        job = await site.store.get(site.keys.job, JobRecord)
-        assert job is not None
-        consumed = job.record.consumed_groups + len(step.groups)
-        counted = replace(job.record, consumed_groups=consumed, active_s=site.active_s())
-        puts = [put_record(site.keys.step(step.step), step), put_record(site.keys.job, counted)]
-        for group in step.groups:
-            found = await site.store.get(site.keys.group(group), GroupRecord)
-            assert found is not None
-            taken = replace(found.record, state=GroupState.CONSUMED, step=step.step)
-            puts.append(put_record(site.keys.group(group), taken))
-        fence = (
-            Compare.modified(site.keys.core, self._office.mod_revision),
-            Compare.modified(site.keys.job, job.mod_revision),
-        )
-        result = await site.store.commit(publish_snapshot_txn(site.keys, self._token, old, new, puts, fence))
-        return verdict(result, self._token)
-
-    async def _replaced(self) -> bool:
-        now = await self._site.store.get(self._site.keys.core, CoreRecord)
-        return now is None or now.mod_revision != self._office.mod_revision
 
     async def _go_on_from(self, published: Versioned[SnapshotRecord]) -> None:
         """The next batch begins at this snapshot. Everybody hears of it from the store."""

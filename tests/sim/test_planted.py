@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gyre.actors import campaign as campaign_module
-from gyre.actors import core as core_module
+from gyre.actors import publication as publication_module
 from gyre.actors import scheduler as scheduler_module
 from gyre.actors import term as term_module
 from gyre.actors.cell import CellActor
@@ -74,7 +74,7 @@ def test_a_publication_that_does_not_compare_what_it_replaces(monkeypatch: pytes
             election.publish_snapshot_txn(keys, token, old, new, puts, compares), [keys.snapshot, keys.job]
         )
 
-    monkeypatch.setattr(core_module, "publish_snapshot_txn", blind)
+    monkeypatch.setattr(publication_module, "publish_snapshot_txn", blind)
     cut = [Fault(1.0, Kind.CUT_AT_WRITE, "n0 snapshot", 8.0, 1.0)]
     assert "was published after" in first_violation(*cut)
 
