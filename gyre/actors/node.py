@@ -47,6 +47,7 @@ from gyre.actors.messages_snapshots import HoldSnapshot
 from gyre.actors.mirror import Mirror
 from gyre.actors.run import RunActor, end_left_run
 from gyre.actors.runtime import Actor, LocalRef, Ref, handles
+from gyre.actors.shown import Shown
 from gyre.actors.site import Site
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
 from gyre.harness.workspace import RunFolder
@@ -62,8 +63,6 @@ from gyre.store.records import (
     Role,
     RunRecord,
     RunState,
-    StepRecord,
-    SwitchRecord,
 )
 from gyre.store.typed import Versioned, put_record
 from gyre.trajectory.records import RunTrace
@@ -83,22 +82,19 @@ class NodeActor(Actor):
         self._site = site
         self._ended = ended
         self._live: dict[RunId, LocalRef] = {}
-        root = site.keys.root
-        self._runs = Mirror(site.store, f"{root}runs/", RunRecord)
-        self._groups = Mirror(site.store, f"{root}groups/", GroupRecord)
-        self._steps = Mirror(site.store, f"{root}steps/", StepRecord)
-        self._switches = Mirror(site.store, f"{root}switches/", SwitchRecord)
+        self._runs = Mirror(site.store, f"{site.keys.root}runs/", RunRecord)
+        self._groups = Mirror(site.store, f"{site.keys.root}groups/", GroupRecord)
         self._copies = JournalCopies(site, self._runs, self._groups)
         self._job = Mirror(site.store, site.keys.job, JobRecord)
         self._none_waits = asyncio.Event()
         """No run is queued for this node, as far as we have heard."""
         self._gateways = AllGateways(site)
+        self._shown = Shown(site.store, site.keys)
         self._reason = ""
         self._progress = Progress(1, 0, 0, 0, 0, 0, step_due=False, train_tokens_s=0.0)
 
     async def pre_start(self) -> None:
-        for mirror in (self._steps, self._switches):
-            self.task(mirror.follow(lambda: None))
+        self.task(self._shown.follow())
         self.task(self._groups.follow(self._copies.look))
         self.task(self._copies.follow())
         self.task(self._runs.follow(self._look_at_runs))
@@ -305,9 +301,10 @@ class NodeActor(Actor):
     async def ping(self, _: Ping) -> Ok:
         return Ok()
 
-    @handles(GetTrace)
+    @handles(GetTrace, concurrent=True)
     async def trace(self, message: GetTrace) -> Trace:
-        switches = sorted((item for item in self._switches.records), key=lambda switch: switch.started_unix_s)
+        await self._shown.look()
+        switches = sorted((item for item in self._shown.switches.records), key=lambda switch: switch.started_unix_s)
         if not message.switch and not switches:
             raise BadInput("switch", "", "no cell has switched yet")
         by_id = {switch.switch: switch.trace_id for switch in switches}
@@ -320,16 +317,20 @@ class NodeActor(Actor):
     @handles(GetStatus, concurrent=True)
     async def status(self, _: GetStatus) -> Status:
         site, job = self._site, self._job_record()
+        await self._shown.look()
         cells = await asyncio.gather(*(self._cell_status(site.cell(spec.cell)) for spec in site.directory.cells))
         gateway = await self._gateways.look()
         with suppress(GyreError):  # else as last heard
             self._progress = await site.core.ask(GetProgress(), 2.0, Progress)
         progress = self._progress
-        steps = sorted(self._steps.records, key=lambda step: step.step)
+        steps = sorted(self._shown.steps.records, key=lambda step: step.step)
         runs = self._runs.records
         heldout = [
-            g for g in self._groups.records if g.purpose is (Purpose.HELDOUT_AFTER if steps else Purpose.HELDOUT_BEFORE)
+            g
+            for g in self._shown.groups.records
+            if g.purpose is (Purpose.HELDOUT_AFTER if steps else Purpose.HELDOUT_BEFORE)
         ]
+        switches = self._shown.switches.records
         children = site.children.adopt()
         return Status(
             job=site.spec.job.name,
@@ -352,8 +353,8 @@ class NodeActor(Actor):
             micro_steps_done=progress.merged_micro_steps,
             micro_steps=progress.micro_steps,
             cells=tuple(cell for cell in cells if cell is not None),
-            rollout_to_train=sum(s.end is Role.TRAIN and s.start is Role.ROLLOUT for s in self._switches.records),
-            train_to_rollout=sum(s.end is Role.ROLLOUT and s.start is Role.TRAIN for s in self._switches.records),
+            rollout_to_train=sum(s.end is Role.TRAIN and s.start is Role.ROLLOUT for s in switches),
+            train_to_rollout=sum(s.end is Role.ROLLOUT and s.start is Role.TRAIN for s in switches),
             calls=gateway.calls if gateway else 0,
             sampled_tokens=gateway.sampled_tokens if gateway else 0,
             max_silence_s=gateway.max_silence_s if gateway else 0.0,
