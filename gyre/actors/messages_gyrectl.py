@@ -100,7 +100,7 @@ class PinCell:
 @record("drain_node")
 @dataclass(frozen=True)
 class DrainNode:
-    """Give a node no new run, and those to others that have not begun there; or let it have runs again.
+    """Give a node no new run, those to others that have not begun there, and its cells to training; or let it serve again.
 
     -> Ok when it is written, or Refused.
     """

@@ -13,7 +13,7 @@ from gyre.actors.view import View
 from gyre.errors import Refused, Unavailable
 from gyre.ids import CellId
 from gyre.sched.launch import batch_of
-from gyre.sched.orders import refuse_switch
+from gyre.sched.orders import refuse_switch, standing_orders
 from gyre.sched.policy import CellView, ClusterView, PolicyParams, decide
 from gyre.sched.revival import Revival
 from gyre.store.records import CellRoleRecord, GroupState, JobState, Purpose, Role, RunState
@@ -59,10 +59,11 @@ class Roles:
             if records[cell].epoch != epoch or records[cell].rested >= epoch:
                 del self._switched[cell]
         plan = decide(self._cluster(records, progress, gateway, paused=paused), self._params)
-        pinned = self._view.pinned
+        pinned, standing = self._view.pinned, self._standing(records)
         for cell, desired in plan.desired.items():
             if roles[cell].record.desired is not desired or (cell in due and cell in back):
-                await self._order(cell, roles[cell], desired, "it is pinned" if cell in pinned else plan.reason)
+                reason = "it is pinned" if cell in pinned else "its node drains" if cell in standing else plan.reason
+                await self._order(cell, roles[cell], desired, reason)
 
     async def switch(self, cell: CellId, role: Role) -> None:
         """A person's order. Raises Refused."""
@@ -71,9 +72,19 @@ class Roles:
         water_level = sum(run.state in (RunState.QUEUED, RunState.LIVE) for run in self._view.runs.records)
         if why := refuse_switch(cell, role, records, self._view.pinned, water_level):
             raise Refused(why)
+        if self._standing(records).get(cell, role) is not role:
+            raise Refused(f"{cell} serves no more: its node drains")
         if not await self._order(cell, roles[cell], role, "ordered by gyrectl"):
             raise Refused(f"{cell} has just changed; look again, and order it again")
         self._switched[cell] = records[cell].epoch + 1
+
+    def _standing(self, roles: Mapping[CellId, CellRoleRecord]) -> dict[CellId, Role]:
+        directory = self._site.directory
+        working = [cell for cell, seen in roles.items() if seen.observed is not Role.FAILED]
+        homes = {
+            cell: node for cell in working if (node := directory.node_of(cell)) is not None and node in directory.nodes
+        }
+        return standing_orders(self._view.pinned, homes, directory.draining)
 
     async def _order(self, cell: CellId, seen: Versioned[CellRoleRecord], desired: Role, reason: str) -> bool:
         site = self._site
@@ -100,7 +111,7 @@ class Roles:
     ) -> ClusterView:
         spec, view, measures = self._site.spec, self._view, self._measures
         in_flight = gateway.in_flight if gateway else {}
-        runs, pins = view.runs.records, view.pinned
+        runs, standing = view.runs.records, self._standing(roles)
         past = batch_of(progress.step, spec.batch.groups).stop
         later = [
             trace
@@ -118,7 +129,7 @@ class Roles:
                     desired=seen.desired,
                     slots=spec.cells.slots,
                     live=in_flight.get(cell, 0),
-                    pinned=seen.desired if cell in self._switched else pins.get(cell),
+                    pinned=seen.desired if cell in self._switched else standing.get(cell),
                 )
                 for cell, seen in roles.items()
             ),

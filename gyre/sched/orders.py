@@ -5,9 +5,9 @@ Each function returns why not, in one line for people; an empty line: it can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from gyre.ids import CellId
+from gyre.ids import CellId, NodeId
 from gyre.store.records import CellRoleRecord, Role
 
 ORDERED = (Role.ROLLOUT, Role.TRAIN)
@@ -39,6 +39,20 @@ def refuse_pin(cell: CellId, role: Role, roles: Mapping[CellId, CellRoleRecord],
     if role is Role.TRAIN and all(pins.get(other) is Role.TRAIN for other in roles if other != cell):
         return f"{cell} is the last one that is not pinned to train, so no run would be served any more"
     return ""
+
+
+def standing_orders(
+    pins: Mapping[CellId, Role], homes: Mapping[CellId, NodeId], draining: Collection[NodeId]
+) -> dict[CellId, Role]:
+    """The role that a cell must have, by a person's word: pins, and training for those of nodes that drain.
+
+    So a draining node's engines hand their requests on, with their KV, and nothing is lost when it ends. While no other
+    cell could serve, they stay as they are. `homes` has the node of each cell that works.
+    """
+    leaving = {cell for cell, node in homes.items() if node in draining}
+    if all(cell in leaving or pins.get(cell) is Role.TRAIN for cell in homes):
+        return dict(pins)
+    return {**pins, **dict.fromkeys(leaving, Role.TRAIN)}
 
 
 def _fault(cell: CellId, role: Role, roles: Mapping[CellId, CellRoleRecord]) -> str:

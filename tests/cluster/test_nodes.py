@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from gyre.children import Children
-from gyre.ids import NodeId, RunId
+from gyre.ids import CellId, NodeId, RunId
 from gyre.proxy.held_copies import HeldCopies
-from gyre.store.records import CoreRecord, LeaderRecord, NodeRecord, RunState
+from gyre.store.records import CellRoleRecord, CoreRecord, LeaderRecord, NodeRecord, Role, RunState
 
 from .etcd_server import PlainEtcd
 from .fleet import Fleet, Node
@@ -121,7 +121,7 @@ async def test_a_leader_that_sleeps_through_its_lease_has_lost_it(make_fleet: Ca
     fleet.stop()
 
 
-async def test_a_node_that_drains_gets_no_run_any_more(make_fleet: Callable[..., Fleet]) -> None:
+async def test_a_node_that_drains_gets_no_run_any_more_and_serves_none(make_fleet: Callable[..., Fleet]) -> None:
     fleet = make_fleet(job={"steps": 3})
     fleet.begin()
     await at_the_gate(fleet)
@@ -129,6 +129,8 @@ async def test_a_node_that_drains_gets_no_run_any_more(make_fleet: Callable[...,
     drained = next(name for name in fleet.nodes if name != core.node)
     fleet.gyrectl("node", "drain", drained)
     had = {run.run for run in await fleet.runs() if run.node == drained}
+    cell = fleet.keys.cell_role(CellId(f"{drained}-c0"))
+    await fleet.until_record("its cell serves no more", cell, CellRoleRecord, lambda now: now.observed is Role.TRAIN)
     fleet.open_gate()
     await fleet.finished()
     books = await fleet.check_books(3)

@@ -134,14 +134,18 @@ async def test_requests_stopped_anywhere_and_continued_elsewhere_are_as_if_never
     model: Path, seeded: bool
 ) -> None:
     """Stopped on A at random points, during the prompt too, moved together, continued on B."""
-    noise, total = random.Random(3), 60
+    noise, total = random.Random(3), 120
+    continued: list[int] = []
 
     async def stopped_and_continued(source: EngineClient, target: EngineClient, whole: Answer, index: int) -> None:
         ids, seed = prompts[index], index if seeded else None
         stop_after = noise.choice([0, 1, 15, 16, 17, 40])
         start = await sample(source, request(ids, total, seed=seed), stop_after)
+        if len(start.token_ids) == total:  # on a busy machine the word to stop may come too late
+            assert start.token_ids == whole.token_ids
+            return
+        continued.append(index)
         so_far = ids + start.token_ids
-        assert len(start.token_ids) < total
         report = await move_prefix(source, target, so_far, 1, LIMIT_S)
         if start.token_ids:
             # Stopped while it read its prompt, it leaves the blocks it had come to; else all of them.
@@ -161,6 +165,7 @@ async def test_requests_stopped_anywhere_and_continued_elsewhere_are_as_if_never
         async with asyncio.TaskGroup() as tasks:
             for index, whole in enumerate(uninterrupted):
                 tasks.create_task(stopped_and_continued(source, target, whole, index))
+    assert continued
 
 
 async def test_a_move_reports_what_moved_and_moves_nothing_twice(llama: Path) -> None:

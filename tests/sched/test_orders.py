@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gyre.ids import CellId
-from gyre.sched.orders import refuse_pin, refuse_switch
+from gyre.ids import CellId, NodeId
+from gyre.sched.orders import refuse_pin, refuse_switch, standing_orders
 from gyre.store.records import CellRoleRecord, Role
 
 C0, C1 = CellId("c0"), CellId("c1")
@@ -60,3 +60,19 @@ def test_pins_leave_one_cell_to_serve() -> None:
     assert "no run would be served" in refuse_pin(C1, Role.TRAIN, roles, {C0: Role.TRAIN})
     assert refuse_pin(C1, Role.ROLLOUT, roles, {C0: Role.TRAIN}) == ""
     assert "no run would be served" in refuse_pin(C0, Role.TRAIN, {C0: SERVES}, {})
+
+
+def test_the_cells_of_a_node_that_drains_train_while_others_can_serve() -> None:
+    a, b = NodeId("a"), NodeId("b")
+    homes = {C0: a, C1: b}
+    assert standing_orders({}, homes, set()) == {}
+    assert standing_orders({}, homes, {a}) == {C0: Role.TRAIN}
+    assert standing_orders({C0: Role.ROLLOUT}, homes, {a}) == {C0: Role.TRAIN}, "a pin does not keep it"
+    assert standing_orders({C1: Role.ROLLOUT}, homes, {a}) == {C0: Role.TRAIN, C1: Role.ROLLOUT}
+
+
+def test_the_cells_of_a_node_that_drains_serve_on_where_nobody_else_could() -> None:
+    a, b = NodeId("a"), NodeId("b")
+    assert standing_orders({}, {C0: a, C1: b}, {a, b}) == {}
+    assert standing_orders({C1: Role.TRAIN}, {C0: a, C1: b}, {a}) == {C1: Role.TRAIN}
+    assert standing_orders({}, {C0: a}, {a}) == {}, "the other has failed"
