@@ -79,11 +79,14 @@ class Groups:
         return all(run is not None and run.state is RunState.SETTLED for run in runs)
 
     async def _settle(self) -> None:
-        groups = self._view.groups
-        for seen in list(groups.items.values()):
+        """The runs are compared as well: that a group is open again we may hear before we hear that its runs are."""
+        view, keys = self._view, self._site.keys
+        for seen in list(view.groups.items.values()):
             group = seen.record
             if group.state is GroupState.OPEN and self._runs_settled(group):
-                await self._term.replace(groups, seen, replace(group, state=GroupState.SETTLED))
+                runs = [view.runs.items[keys.run(run)] for run in group.runs]
+                compares = [Compare.modified(run.key, run.mod_revision) for run in runs]
+                await self._term.replace(view.groups, seen, replace(group, state=GroupState.SETTLED), compares)
 
     async def _note_heldout(self, job: Versioned[JobRecord]) -> None:
         """The mean held-out reward, once every run of its purpose has settled."""

@@ -54,9 +54,10 @@ class Term:
             self._begun = 0
         return outcome
 
-    async def replace(self, mirror: Mirror[T], seen: Versioned[T], new: T) -> bool:
-        """Replace one mirrored record, unless somebody was quicker."""
-        outcome = await self.commit((put_record(seen.key, new),), (Compare.modified(seen.key, seen.mod_revision),))
+    async def replace(self, mirror: Mirror[T], seen: Versioned[T], new: T, compares: Sequence[Compare] = ()) -> bool:
+        """Replace one mirrored record, unless somebody was quicker; `compares` are further ones."""
+        fence = (Compare.modified(seen.key, seen.mod_revision), *compares)
+        outcome = await self.commit((put_record(seen.key, new),), fence)
         if outcome is Verdict.WRITTEN:
             now = await self._site.store.get(seen.key, type(new))
             if now is not None:
