@@ -57,6 +57,7 @@ from gyre.store.records import (
     GroupState,
     Purpose,
     RunRecord,
+    RunState,
     SnapshotRecord,
 )
 from gyre.store.typed import Versioned
@@ -221,7 +222,9 @@ class CoreActor(Actor):
         runs: list[SettledRun] = []
         for run_id in group.runs:
             run = await self._site.store.get(self._site.keys.run(run_id), RunRecord)
-            if run is None or run.record.outcome is None or run.record.trace is None:
+            if run is None or run.record.state is not RunState.SETTLED:
+                return  # it is run again, and that its group is open we hear next
+            if run.record.outcome is None or run.record.trace is None:
                 continue
             found = run.record
             assert found.outcome is not None
