@@ -200,7 +200,7 @@ class CoreActor(Actor):
     async def _reopened(self, group: GroupRecord) -> None:
         """Runs of it are run again, for their tokens are gone with their node: the batch begins anew without it."""
         assert self._snapshot is not None
-        if self._stepping is not None:  # the step is taken with the group as it was, whose tokens were all merged
+        if self._stepping is not None:  # the step is given up when it is to be published, if it does not fail before
             self._outdated = group
             return
         self._lose(f"{group.group} is run again")
@@ -461,6 +461,9 @@ class CoreActor(Actor):
             case Published.DEPOSED:
                 self._token = 0
                 site.say(f"step {step.step} is taken and waits for a leader, to be published")
+                return
+            case Published.REOPENED:
+                self._give_up_step(f"step {step.step} was taken, and some of its runs are run again")
                 return
             case Published.OVERTAKEN:
                 self._give_up_step(f"step {step.step} was taken and version {now.record.version} was there before it")

@@ -1,7 +1,8 @@
 """The publication of a step: the transaction after which it is taken, and what has become of it.
 
 One transaction writes the snapshot, the step's record, the job's count and the groups as consumed, or nothing of it. It
-compares the leader's token, the snapshot that it replaces, and the office by which the core is the core.
+compares the leader's token, the snapshot that it replaces, the office by which the core is the core, and the groups as they
+have settled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Published(StrEnum):
     """Another version was published meanwhile."""
     REPLACED = "replaced"
     """Another cell is the core by now."""
+    REOPENED = "reopened"
+    """A group was opened again: the leader had given this node up, and runs of it are run again."""
     DEPOSED = "deposed"
     """Nothing is written: the token is no leader's any more. The next leader's may be tried."""
 
@@ -52,24 +55,32 @@ class Publication:
                 return Published.OVERTAKEN, now
             if await self._replaced():
                 return Published.REPLACED, now
+            if outcome is None:
+                return Published.REOPENED, now
             if outcome is Verdict.DEPOSED:
                 return Published.DEPOSED, now
 
-    async def _commit(self, token: int) -> Verdict:
+    async def _commit(self, token: int) -> Verdict | None:
+        """None when a group was opened again meanwhile."""
         site = self.site
         job = await site.store.get(site.keys.job, JobRecord)
         assert job is not None
         consumed = job.record.consumed_groups + len(self.step.groups)
         counted = replace(job.record, consumed_groups=consumed, active_s=site.active_s())
         puts = [put_record(site.keys.step(self.step.step), self.step), put_record(site.keys.job, counted)]
+        as_settled: list[Compare] = []
         for group in self.step.groups:
             found = await site.store.get(site.keys.group(group), GroupRecord)
             assert found is not None
+            if found.record.state is GroupState.OPEN:
+                return None
+            as_settled.append(Compare.modified(found.key, found.mod_revision))
             taken = replace(found.record, state=GroupState.CONSUMED, step=self.step.step)
             puts.append(put_record(site.keys.group(group), taken))
         fence = (
             Compare.modified(site.keys.core, self.office.mod_revision),
             Compare.modified(site.keys.job, job.mod_revision),
+            *as_settled,
         )
         result = await site.store.commit(publish_snapshot_txn(site.keys, token, self.old, self.new, puts, fence))
         return verdict(result, token)

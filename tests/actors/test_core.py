@@ -417,3 +417,25 @@ async def test_runs_that_another_node_has_by_now_are_had_from_there(tmp_path: Pa
                 await asyncio.sleep(0.01)
         assert await bench.ship(await bench.claim_all())
         assert len(await bench.until_step(1)) == 1
+
+
+async def test_a_step_whose_runs_are_run_again_is_not_published(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        site = bench.site
+        first = await settle_group(site, 0)
+        await settle_group(site, 1)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        bench.replica.hold[OptimizerStep] = held = asyncio.Event()
+        assert await bench.ship(await bench.claim_all())
+        await until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
+        found = await site.store.get(site.keys.group(first), GroupRecord)
+        assert found is not None
+        await site.store.put(site.keys.group(first), replace(found.record, state=GroupState.OPEN))
+        held.set()
+        del bench.replica.hold[OptimizerStep]
+        await bench.until_progress(lambda now: now.planned_groups == 1)
+        assert await bench.steps() == []
+        await site.store.put(site.keys.group(first), found.record)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        assert await bench.ship(await bench.claim_all())
+        assert len(await bench.until_step(1)) == 1

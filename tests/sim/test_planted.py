@@ -70,8 +70,9 @@ def test_a_leader_that_leads_until_it_is_told_that_its_lease_is_lost(monkeypatch
 
 def test_a_publication_that_does_not_compare_what_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(keys: Keys, token: int, old: Any, new: Any, puts: Any = (), compares: Any = ()) -> Txn:
+        groups = [put.key for put in puts if "/groups/" in put.key]
         return without_compares(
-            election.publish_snapshot_txn(keys, token, old, new, puts, compares), [keys.snapshot, keys.job]
+            election.publish_snapshot_txn(keys, token, old, new, puts, compares), [keys.snapshot, keys.job, *groups]
         )
 
     monkeypatch.setattr(publication_module, "publish_snapshot_txn", blind)
