@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gyre.config import CellsSection, EngineSection
 
-_SAYS_NOTHING_OF_ITS_PLACE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Variables that name packages of our Python."""
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that lead to packages of our Python."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def command(
 
 def environment(engine: EngineSection, cells: CellsSection, ours: Mapping[str, str]) -> dict[str, str]:
     """The process's environment, from ours."""
-    theirs = {name: value for name, value in ours.items() if name not in _SAYS_NOTHING_OF_ITS_PLACE}
+    theirs = {name: value for name, value in ours.items() if name not in _OURS}
     theirs |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if engine.device == "cpu":
         theirs |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(cells.threads)}
