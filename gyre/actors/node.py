@@ -49,6 +49,7 @@ from gyre.actors.run import RunActor, end_left_run
 from gyre.actors.runtime import Actor, LocalRef, Ref, handles
 from gyre.actors.shown import Shown
 from gyre.actors.site import Site
+from gyre.actors.supervision import Died
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
 from gyre.harness.workspace import RunFolder
 from gyre.ids import RunId
@@ -150,7 +151,11 @@ class NodeActor(Actor):
                 continue
             if len(self._live) >= self._site.spec.harness.max_live:
                 return
-            self._live[run.run] = self.spawn(f"run-{run.run}", lambda run=run: RunActor(self._site, run.run))
+            self._begin_run(run.run)
+
+    def _begin_run(self, run: RunId, *, cancelled: bool = False) -> None:
+        actor = self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(self._site, run, cancelled=cancelled))
+        self.watch(actor)
 
     async def _end_stale(self) -> None:
         """What an earlier gyred left alive, and was given to another node since."""
@@ -171,8 +176,13 @@ class NodeActor(Actor):
 
     @handles(RunEnded)
     async def on_run_ended(self, message: RunEnded) -> None:
-        self._live.pop(message.run, None)
         self._runs.drop(self._site.keys.run(message.run), message.revision)  # our mirror may not know it yet
+
+    @handles(Died)
+    async def on_run_gone(self, message: Died) -> None:
+        """Only now: the run may have been given to this node again, and one actor has a name at a time."""
+        for run in [run for run, actor in self._live.items() if actor.name == message.name]:
+            del self._live[run]
         self._start_runs()
 
     @handles(GetGatewayStatus)
@@ -281,7 +291,7 @@ class NodeActor(Actor):
             return await site.on(known.record.node, "node").ask(message, ORDER_S, Ok)
         else:
             await self._take(known)
-            self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(site, run, cancelled=True))
+            self._begin_run(run, cancelled=True)
         site.say(f"{run}: cancelled by gyrectl")
         return Ok()
 

@@ -167,13 +167,14 @@ class Exchange:
 
     def _leaves_no_trace(self, conversation: Conversation, answer: Mapping[str, Any]) -> bool:
         """Whether the answer, sent back, cannot be told: Responses has no items for an empty one, and no border between
-        a call and an assistant's turn right before it."""
+        a call and an assistant's turn right before it, nor between a thought alone and the text that comes next."""
         if self._path != "responses":
             return False
-        output = answer["output"]
-        return not output or (
-            conversation.messages[-1].speaker is Speaker.ASSISTANT and output[0]["type"] not in ("reasoning", "message")
-        )
+        output, last = answer["output"], conversation.messages[-1]
+        if not output or last.speaker is not Speaker.ASSISTANT:
+            return not output
+        thought_alone = not last.text and not last.tool_calls
+        return thought_alone or output[0]["type"] not in ("reasoning", "message")
 
     # ------------------------------------------------------------------------------------------ what must hold
 

@@ -36,6 +36,13 @@ def test_a_right_body_has_an_answer_whatever_is_said(path: str, said: bytes, ren
     assert Exchange(path, rendering).attempt(data) is None
 
 
+def test_a_thought_alone_at_the_end_of_a_request_is_the_answers_when_it_comes_back(rendering: Rendering) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
+    body = dict(BODIES["responses"])
+    body["input"] = [{"role": "user", "content": "Do."}, thought]
+    assert Exchange("responses", rendering).attempt(json.dumps(body).encode() + SAID + b"Done.") is None
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"messages": "\xff"}', b'{"model": NaN}'])
 def test_a_wrong_body_is_refused(path: str, data: bytes, rendering: Rendering) -> None:
