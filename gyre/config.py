@@ -174,8 +174,6 @@ class EngineSection(Section):
     def _of_its_kind(self) -> EngineSection:
         if self.kind == "sglang" and not self.python:
             raise ValueError("the kind sglang needs python: the Python that has SGLang")
-        if self.moves_kv and self.tensor_parallel > 1:
-            raise ValueError("moves_kv is for engines of one rank: tensor_parallel must be 1")
         fields = type(self).model_fields
         given = [name for name in fields if name != "kind" and getattr(self, name) != fields[name].default]
         if self.kind == "local" and given:

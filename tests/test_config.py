@@ -132,10 +132,6 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
             "engine: {'kind': 'sglang'} is not allowed; the kind sglang needs python",
         ),
         (
-            ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'\npython = 'p'\nmoves_kv = true\ntensor_parallel = 2"),
-            "engine: {'kind': 'sglang', 'python': 'p', 'moves_kv': True, 'tensor_parallel': 2} is not allowed; moves_kv is",
-        ),
-        (
             ("steps = 3", "steps = 3\n[engine]\ntensor_parallel = 2"),
             "engine: {'tensor_parallel': 2} is not allowed; tensor_parallel: for the kind sglang alone",
         ),

@@ -11,13 +11,15 @@ import os
 import socket
 import sys
 from collections.abc import Coroutine
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
 from gyre.engine.access import http_key
-from gyre.engine.sglang.command import KvPlugin, command, environment, secret_options
+from gyre.engine.sglang.command import command, environment, secret_options
 from gyre.errors import GyreError, Unavailable
+from gyre.kv_migrate.hicache_settings import HicacheSettings
 
 LOCAL_START_S = 180.0
 SGLANG_START_S = 570.0
@@ -102,9 +104,9 @@ def read_ready(ready_file: Path) -> str:
     return str(json.loads(ready_file.read_text(encoding="utf-8"))["url"])
 
 
-def _kv_plugin(site: Site) -> KvPlugin:
-    orders = f"{site.host}:{_free_port(site.host)}"
-    return KvPlugin(orders, site.job.secret_file, site.spec.job.name, _certificates(site))
+def _kv_plugin(site: Site) -> HicacheSettings:
+    orders = f"{site.host}:{_free_port(site.host, site.spec.engine.tensor_parallel)}"
+    return HicacheSettings(str(site.job.secret_file), orders, site.spec.job.name, _certificates(site))
 
 
 def _certificates(site: Site) -> tuple[str, ...]:
@@ -131,8 +133,14 @@ def _late(limit_s: float, log: Path) -> Unavailable:
     return Unavailable(f"the engine was not ready within {limit_s:g} s; see {log}")
 
 
-def _free_port(host: str) -> int:
-    """SGLang takes none by itself. Another process may have it by then: the engine ends, and is started anew."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as asked:
-        asked.bind((host, 0))
-        return int(asked.getsockname()[1])
+def _free_port(host: str, count: int = 1) -> int:
+    """The first of `count` in a row. SGLang takes none by itself; another process may have one by then: the engine ends,
+    and is started anew."""
+    while True:
+        with ExitStack() as asked, suppress(OSError, OverflowError):
+            first = 0
+            for place in range(count):
+                one = asked.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+                one.bind((host, first and first + place))
+                first = first or int(one.getsockname()[1])
+            return first

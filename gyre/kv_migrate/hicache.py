@@ -21,8 +21,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # pyright: ignore[reportM
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # pyright: ignore[reportMissingImports]
 
 from gyre.errors import BadInput
+from gyre.kv_migrate.hicache_settings import HicacheSettings
 from gyre.kv_migrate.host_pages import HostPages
-from gyre.kv_migrate.page_exchange import PageExchange, Settings
+from gyre.kv_migrate.page_exchange import PageExchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ class GyreStorage(HiCacheStorage):  # pyright: ignore[reportUntypedBaseClass]
         if config.is_mla_model and config.tp_size != 1:
             # There one rank has the pages of all, and the others have none to give.
             raise BadInput("hicache", f"MLA, tp {config.tp_size}", "models that share their heads out are served")
-        settings = Settings.read(extra)
+        settings = HicacheSettings.read(extra)
         self._rank, self._ranks = int(config.tp_rank), int(config.tp_size)
         self._settings = replace(settings, model=settings.model or str(config.model_name))
         self._exchange: PageExchange | None = None

@@ -15,9 +15,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gyre.credentials import Credentials
 from gyre.engine.access import http_key
@@ -27,6 +27,7 @@ from gyre.errors import BadInput, GyreError, Refused
 from gyre.kv_migrate.arrivals import Arrivals, Pieces
 from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.greeting import Certificates, SharedSecret
+from gyre.kv_migrate.hicache_settings import HicacheSettings
 from gyre.kv_migrate.host_pages import HostPages, Page
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.orders import OrderServer
@@ -55,52 +56,12 @@ _LEFT_ALONE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Our part of SGLang's `--hicache-storage-backend-extra-config`."""
-
-    secret_file: str
-    """The job's secret: by it peers know each other, and its key lets the gateway give orders."""
-    orders: str
-    """HOST:PORT where the first rank serves the orders, each further rank one port on. Peers read pages at the same host,
-    on ports that are free."""
-    model: str = ""
-    """Which weights these are, by whatever name the job has for them; pages of others are refused."""
-    certificates: tuple[str, ...] = ()
-    """CA, CERTIFICATE and KEY of this node: by them peers on other machines know each other."""
-    keep_bytes: int = 1 << 30
-    """Of pages that have come and are not asked for yet."""
-    silence_s: float = 0.45
-    """A source from which nothing comes for so long is given up."""
-
-    @classmethod
-    def read(cls, config: dict[str, Any]) -> Settings:
-        """Raises BadInput. What belongs to SGLang is passed over."""
-        _need(config, "secret_file", isinstance(config.get("secret_file"), str), "a path is expected")
-        host, _, port = str(config.get("orders")).rpartition(":")
-        _need(config, "orders", bool(host) and port.isdecimal(), "HOST:PORT is expected")
-        certificates = config.get("certificates", [])
-        named = isinstance(certificates, list) and len(cast("list[Any]", certificates)) in (0, 3)
-        _need(config, "certificates", named, "CA, CERTIFICATE and KEY are expected")
-        keep_bytes, silence_s = config.get("keep_bytes", cls.keep_bytes), config.get("silence_s", cls.silence_s)
-        _need(config, "keep_bytes", type(keep_bytes) is int and keep_bytes > 0, "bytes, above 0")
-        _need(config, "silence_s", type(silence_s) in (int, float) and silence_s > 0, "seconds, above 0")
-        return cls(
-            secret_file=config["secret_file"],
-            orders=config["orders"],
-            model=str(config.get("model", "")),
-            certificates=tuple(map(str, cast("list[Any]", certificates))),
-            keep_bytes=keep_bytes,
-            silence_s=float(silence_s),
-        )
-
-
 class PageExchange:
     """One rank's. Serves from when it is made until `close`. Raises BadInput where it cannot. `names` may be called on any thread."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: HicacheSettings,
         pages: HostPages,
         page_tokens: int,
         names: PageNames,
@@ -354,11 +315,6 @@ def _whole(received: Received, pieces: int) -> dict[bytes, Pieces]:
     for name, data in received.blocks:
         pages.setdefault(name[:-_PIECE], []).append(data)
     return {name: came for name, came in pages.items() if len(came) == pieces}
-
-
-def _need(config: dict[str, Any], key: str, right: bool, allowed: str) -> None:
-    if not right:
-        raise BadInput(f"hicache extra config: {key}", config.get(key), allowed)
 
 
 def _secret(path: Path) -> bytes:

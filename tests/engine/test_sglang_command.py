@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from gyre.config import SGLANG_SET, CellsSection, EngineSection
-from gyre.engine.sglang.command import KvPlugin, command, environment, secret_options
+from gyre.engine.sglang.command import command, environment, secret_options
+from gyre.kv_migrate.hicache_settings import HicacheSettings
 
 CELLS = CellsSection(slots=24, block_tokens=64, cache_tokens=1_000_000, threads=3)
 KEY = "0123456789abcdef"
 
 
-def options(engine: EngineSection, place: int = 0, kv: KvPlugin | None = None) -> tuple[str, ...]:
+def options(engine: EngineSection, place: int = 0, kv: HicacheSettings | None = None) -> tuple[str, ...]:
     return command(
         engine,
         CELLS,
@@ -71,7 +72,7 @@ def test_options_of_the_job_file_come_last_and_unchanged() -> None:
 def test_with_kv_that_moves_it_has_our_plug_in_and_no_secret_on_the_command_line() -> None:
     engine = EngineSection(kind="sglang", python="python", moves_kv=True)
     assert "--enable-hierarchical-cache" not in options(engine)
-    argv = options(engine, kv=KvPlugin("10.0.0.4:30001", Path("/job/state/secret"), "my-job", ("ca", "cert", "key")))
+    argv = options(engine, kv=HicacheSettings("/job/state/secret", "10.0.0.4:30001", "my-job", ("ca", "cert", "key")))
     assert value(argv, "--hicache-storage-backend") == "dynamic"
     assert json.loads(value(argv, "--hicache-storage-backend-extra-config")) == {
         "backend_name": "gyre",

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from gyre.kv_migrate.hicache_settings import HicacheSettings
 from gyre.kv_migrate.host_pages import HostPages
-from gyre.kv_migrate.page_exchange import PageExchange, Settings
+from gyre.kv_migrate.page_exchange import PageExchange
 from kv_migrate.host_pool import PAGE_SLOTS, TorchPool, slots
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Scheduler:
     """A host pool, and the exchange of its pages."""
 
     def __init__(
-        self, settings: Settings, layout: str, pages: int, width: int = 8, rank: int = 0, ranks: int = 1
+        self, settings: HicacheSettings, layout: str, pages: int, width: int = 8, rank: int = 0, ranks: int = 1
     ) -> None:
         self.orders = f"http://{settings.orders}"
         self.pool = TorchPool(layout, pages, width=width)
@@ -85,7 +86,7 @@ class Scheduler:
 
 def main() -> None:
     layout, pages, width, settings = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    scheduler = Scheduler(Settings.read(settings), layout, pages, width)
+    scheduler = Scheduler(HicacheSettings.read(settings), layout, pages, width)
     print(json.dumps(scheduler.introduce()), flush=True)
     for line in sys.stdin:
         scheduler.tell(line)

@@ -27,9 +27,8 @@ from gyre.kv_migrate.asking import Line
 from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.conversation import AskChecksums, Checksums, Fetch, Granted, Offer, Open
 from gyre.kv_migrate.greeting import SharedSecret
-from gyre.kv_migrate.hicache_flags import hicache_flags
+from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 from gyre.kv_migrate.manifest import Manifest
-from gyre.kv_migrate.page_exchange import Settings
 from kv_migrate.host_pool import LAYOUTS, PAGE_SLOTS, TorchPool, content
 from kv_migrate.pages import OTHER, Scheduler, page_name
 from kv_migrate.peers import between
@@ -105,7 +104,7 @@ def source(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES,
 
 @contextmanager
 def target(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES, width: int = 8) -> Iterator[Scheduler]:
-    settings = Settings.read({**config, "orders": f"127.0.0.1:{free_port()}"})
+    settings = HicacheSettings.read({**config, "orders": f"127.0.0.1:{free_port()}"})
     scheduler = Scheduler(settings, layout, pages, width)
     try:
         yield scheduler
@@ -115,7 +114,7 @@ def target(config: dict[str, Any], layout: str = LAYOUTS[0], pages: int = PAGES,
 
 @contextmanager
 def two_ranks(config: dict[str, Any]) -> Iterator[list[Scheduler]]:
-    settings = Settings.read({**config, "orders": f"127.0.0.1:{two_free_ports()}"})
+    settings = HicacheSettings.read({**config, "orders": f"127.0.0.1:{two_free_ports()}"})
     ranks = [Scheduler(settings, LAYOUTS[0], PAGES, rank=rank, ranks=2) for rank in range(2)]
     try:
         yield ranks
@@ -349,7 +348,7 @@ async def test_whoever_does_not_know_the_secret_gets_no_page_and_gives_no_order(
     with source(config) as there, target({**config, "secret_file": str(tmp_path / "other")}) as stranger:
         there.tell("write 1")
         assert "secret" in (await pull(stranger, there.address, there.manifest(1))).reason
-    scheduler = Scheduler(Settings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
+    scheduler = Scheduler(HicacheSettings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
     try:
         async with EngineClient.of_orders(f"http://{orders}", "wrong") as client:
             with pytest.raises(EngineRefused, match="401"):
@@ -362,7 +361,7 @@ async def test_whoever_does_not_know_the_secret_gets_no_page_and_gives_no_order(
 
 async def test_orders_name_what_is_lacking_and_bring_it(config: dict[str, Any]) -> None:
     orders = f"127.0.0.1:{free_port()}"
-    scheduler = Scheduler(Settings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
+    scheduler = Scheduler(HicacheSettings.read({**config, "orders": orders}), LAYOUTS[0], PAGES)
     try:
         with source(config) as there:
             there.tell("write 0 1 2")
@@ -482,16 +481,16 @@ async def test_pages_are_no_arrivals_of_another_version(config: dict[str, Any]) 
 )
 def test_settings_that_are_not_allowed_are_named(change: dict[str, Any], field: str) -> None:
     good = {"secret_file": "/a", "orders": "127.0.0.1:9001", "backend_name": "gyre"}
-    assert Settings.read(good).silence_s == 0.45
+    assert HicacheSettings.read(good).silence_s == 0.45
     with pytest.raises(BadInput, match=field):
-        Settings.read(good | change)
+        HicacheSettings.read(good | change)
 
 
 def test_the_options_for_sglang_say_the_settings() -> None:
-    settings = Settings("/a/secret", "10.0.0.1:9001", model="m", silence_s=2.0)
+    settings = HicacheSettings("/a/secret", "10.0.0.1:9001", model="m", silence_s=2.0)
     flags = hicache_flags(settings, 64)
     config = json.loads(flags[flags.index("--hicache-storage-backend-extra-config") + 1])
-    assert Settings.read(config) == settings
+    assert HicacheSettings.read(config) == settings
     assert (config["module_path"], config["prefetch_threshold"]) == ("gyre.kv_migrate.hicache", 64)
     assert "keep_bytes" not in config
     assert orders_url({"hicache_storage_backend_extra_config": json.dumps(config)}) == "http://10.0.0.1:9001"
@@ -499,7 +498,7 @@ def test_the_options_for_sglang_say_the_settings() -> None:
 
 def test_a_port_that_is_taken_ends_the_start(config: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = Settings.read({**config, "orders": f"127.0.0.1:{taken.getsockname()[1]}"})
+        settings = HicacheSettings.read({**config, "orders": f"127.0.0.1:{taken.getsockname()[1]}"})
         with pytest.raises(BadInput, match="must be free"):
             Scheduler(settings, LAYOUTS[0], PAGES)
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.engine.access import http_key
-from gyre.kv_migrate.hicache_flags import hicache_flags
-from gyre.kv_migrate.page_exchange import Settings
+from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 
 SECRET = "a secret of the engines"
 PAGE_TOKENS = 16
@@ -70,7 +69,7 @@ def start(name: str, model: Path, version: int, folder: Path, *flags: str) -> En
     secret = folder / "secret"
     secret.write_text(SECRET, encoding="utf-8")
     # A machine under load may well be silent for half a second.
-    settings = Settings(str(secret), f"127.0.0.1:{orders}", model="the weights", silence_s=5.0)
+    settings = HicacheSettings(str(secret), f"127.0.0.1:{orders}", model="the weights", silence_s=5.0)
     command = [
         *("nice", "-n", "5", str(PYTHON), "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),

@@ -6,27 +6,14 @@ goes by, memory that can be given back. `engine.options` of the job file stand b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.config import CellsSection, EngineSection
+from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that lead to packages of our Python."""
-
-
-@dataclass(frozen=True)
-class KvPlugin:
-    """What Gyre's plug-in for HiCache has to know (gyre/kv_migrate/hicache.py)."""
-
-    orders: str
-    """HOST:PORT where it takes them."""
-    secret_file: Path
-    model: str
-    """A name of the weights that all the job's engines have for them, whatever folder they are read from."""
-    certificates: tuple[str, ...] = ()
 
 
 def command(
@@ -40,7 +27,7 @@ def command(
     port: int,
     secrets: Path,
     place: int,
-    kv: KvPlugin | None,
+    kv: HicacheSettings | None,
 ) -> tuple[str, ...]:
     """Serve `model` as `version` at `host`:`port`. `secrets` is a file of `secret_options`; the cell is its node's
     `place`-th, and has the GPUs behind those of the cells before it. With `kv` its blocks move."""
@@ -57,7 +44,7 @@ def command(
         "--sleep-on-idle",  # else its scheduler keeps a core busy while the cell trains
         *("--log-level", "warning"),  # its first line at `info` has the key
         *(_CPU if engine.device == "cpu" else _gpu(engine, place)),
-        *(() if kv is None else _hierarchical_cache(kv, cells.block_tokens)),
+        *(() if kv is None else hicache_flags(kv, cells.block_tokens)),
         *engine.options,
     )
 
@@ -87,23 +74,3 @@ _CPU = (
 def _gpu(engine: EngineSection, place: int) -> tuple[str, ...]:
     """A role switch gives back what the memory saver holds, and no other memory."""
     return ("--base-gpu-id", str(place * engine.tensor_parallel), "--enable-memory-saver")
-
-
-def _hierarchical_cache(kv: KvPlugin, block_tokens: int) -> tuple[str, ...]:
-    """Every page is written to the host's pool, from where peers read it, and what peers have is waited for."""
-    plugin = {
-        "backend_name": "gyre",
-        "module_path": "gyre.kv_migrate.hicache",
-        "class_name": "GyreStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": block_tokens,
-        "secret_file": str(kv.secret_file),
-        "orders": kv.orders,
-        "model": kv.model,
-        "certificates": kv.certificates,
-    }
-    return (
-        *("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
-        *("--hicache-write-policy", "write_through", "--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", json.dumps(plugin)),
-    )
