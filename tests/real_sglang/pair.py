@@ -16,6 +16,8 @@ from pathlib import Path
 from gyre.engine.access import http_key
 from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 
+from .servers import PYTHON
+
 SECRET = "a secret of the engines"
 PAGE_TOKENS = 16
 RANKS = int(os.environ.get("GYRE_SGLANG_RANKS", "1"))
@@ -27,11 +29,6 @@ _FLAGS = (
     *("--page-size", str(PAGE_TOKENS), "--max-running-requests", "32", "--mem-fraction-static", "0.3"),
     *("--skip-server-warmup", "--log-level", "info", "--random-seed", "7"),
 )
-
-
-_CACHE = Path(os.environ.get("GYRE_CACHE") or Path(__file__).parents[2] / ".cache")
-PYTHON = Path(os.environ.get("GYRE_SGLANG_PYTHON") or _CACHE / "sglang-0.5.23" / "bin" / "python")
-MISSING = "" if (PYTHON.parents[1] / ".made").exists() else "SGLang is not installed here: bin/sglang-env, 4 minutes"
 
 
 @dataclass

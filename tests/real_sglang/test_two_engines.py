@@ -21,7 +21,8 @@ from engine.tiny_models import make_model
 from gyre.engine.access import http_key
 from gyre.engine.client import EngineClient, EngineGone, EngineRefused, GenerateRequest
 from gyre.kv_migrate.prefix import MoveReport, move_prefix
-from real_sglang.pair import MISSING, PAGE_TOKENS, SECRET, Engine, ready, start
+from real_sglang.pair import PAGE_TOKENS, SECRET, Engine, ready, start
+from real_sglang.servers import MISSING
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
