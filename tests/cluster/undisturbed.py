@@ -18,7 +18,7 @@ from gyre.cli.report import Books
 from gyre.demo.builtin import model_dir
 from gyre.errors import BadInput
 from gyre.proxy.journal_writer import look_at_journal
-from gyre.proxy.journals import find_journal
+from gyre.proxy.journals import find_journal, journals
 from gyre.train import checkpoint
 from gyre.train.batch import learning_rate
 from gyre.train.replica import Replica, ReplicaConfig
@@ -69,7 +69,7 @@ def _lineage(fleet: Fleet, wanted: LineageWork, j_max: int) -> Lineage:
     """As its journal tells, on whichever node it lies."""
     for folder in fleet.dirs:
         with suppress(BadInput):
-            records, _, _ = look_at_journal(find_journal(folder.journal, wanted.run, wanted.attempt).folder)
+            records, _, _ = look_at_journal(find_journal(journals(folder.journal), wanted.run, wanted.attempt).folder)
             return replay(records).selected(j_max)[wanted.index]
     raise AssertionError(f"no node has the journal of {wanted}")
 
