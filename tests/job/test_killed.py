@@ -90,7 +90,10 @@ async def test_gyred_is_killed_and_then_the_gateway_with_calls_in_it(make_job: C
     harnesses, gyred = job.harnesses("t*"), job.gyred()
     assert gyred
     os.kill(gyred, signal.SIGKILL)
-    after = await job.until_status("the next gyred", lambda now: job.gyred() not in (0, gyred) and now.live == 6)
+    after = await job.until_status(
+        "the next gyred, which has adopted all",
+        lambda now: job.gyred() not in (0, gyred) and now.live == 6 and len(now.pids) == len(before.pids),
+    )
     assert after.pids == before.pids
     assert job.harnesses("t*") == harnesses
     await job.until_logged("adopted the gateway")
