@@ -140,6 +140,8 @@ class CellsSection(Section):
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     cache_tokens: Annotated[int, Field(ge=256)] = 65536
     """KV cache of one engine, in tokens."""
+    resting_kv_mib_s: Annotated[int, Field(ge=0, le=1_000_000)] = 256
+    """MiB a second that an engine takes over of prefixes that no request waits for, when another leaves; 0: no bound."""
 
     @model_validator(mode="after")
     def _room_for_two_blocks(self) -> CellsSection:

@@ -110,6 +110,7 @@ class GatewayActor(Actor):
             "j_max": spec.batch.j_max,
             "request_bytes": spec.limits.request_bytes,
             "block_tokens": spec.cells.block_tokens,
+            "resting_kv_mib_s": spec.cells.resting_kv_mib_s,
             "fsync": spec.journal.fsync == "call",
             "copies_dir": str(site.job.copies) if site.has_copies else None,
             "node": site.node,

@@ -200,11 +200,13 @@ class EngineClient:
             missing=tuple(bytes.fromhex(text) for text in cast("list[str]", answer["missing"])),
         )
 
-    async def kv_pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
-        """Have the engine pull blocks from the peer at `source` and commit them to its cache."""
-        answer = await self._order(
-            "/kv/pull", {"source": source, "manifest": manifest.to_json(), "deadline_s": deadline_s}
-        )
+    async def kv_pull(self, source: str, manifest: Manifest, deadline_s: float, bytes_s: float = 0.0) -> KvPulled:
+        """Have the engine pull blocks from the peer at `source` and commit them to its cache.
+
+        At `bytes_s` where no request waits for them; what has no rate overtakes what has.
+        """
+        order = {"source": source, "manifest": manifest.to_json(), "deadline_s": deadline_s, "bytes_s": bytes_s}
+        answer = await self._order("/kv/pull", order)
         return KvPulled(
             int(answer["blocks"]),
             int(answer["bytes"]),

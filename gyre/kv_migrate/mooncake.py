@@ -21,6 +21,7 @@ from gyre.kv_migrate.choice import Choice
 from gyre.kv_migrate.conversation import Offer
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.mooncake_engine import EngineProcess
+from gyre.kv_migrate.pacing import Turn, at_once
 from gyre.kv_migrate.serving import Exposed, Server
 from gyre.kv_migrate.spans import batches
 from gyre.kv_migrate.staging import Staging, StagingPool
@@ -84,7 +85,13 @@ class MooncakeTransport:
         self._engines.clear()
 
     async def pull(
-        self, address: str, manifest: Manifest, block_bytes: int, staging: Staging, deadline_s: float
+        self,
+        address: str,
+        manifest: Manifest,
+        block_bytes: int,
+        staging: Staging,
+        deadline_s: float,
+        turn: Turn = at_once,
     ) -> Received:
         check_room(manifest, block_bytes, staging)
         line = self._lines.take(address)
@@ -94,6 +101,8 @@ class MooncakeTransport:
                 offer = await open_transfer(line, manifest, self._choice.kind, deadline_s)
                 check = Check(offer, manifest, block_bytes, staging.view)
                 if check.count:
+                    # For all of it, and before the engine is ours: who needs no turn shall not wait behind us.
+                    await turn(check.total)
                     async with self._busy.setdefault(address, asyncio.Lock()):
                         await self._read(address, offer, check.total, staging, deadline_s)
                     several = max(1, _TURN_BYTES // block_bytes)

@@ -2,7 +2,7 @@
 
     GET  /kv         where peers pull from, and what its blocks are: address, epoch, layout, block_tokens, model, carrier
     POST /kv/lack    {token_ids, version}                 ->  {version, layout, blocks, missing}
-    POST /kv/pull    {source, manifest, deadline_s}       ->  {blocks, bytes, damaged, seconds, reason}
+    POST /kv/pull    {source, manifest, deadline_s, bytes_s}  ->  {blocks, bytes, damaged, seconds, reason}
 
 The local engine serves them beside the rest of its surface. SGLang's own cannot be added to: there an `OrderServer` of
 our plug-in does, and whoever has the key may ask.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import Any, Protocol, cast
 
 from aiohttp import web
@@ -31,7 +32,9 @@ class Exchange(Protocol):
 
     async def lack(self, token_ids: Sequence[int], version: int) -> KvLack: ...
 
-    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled: ...
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float, bytes_s: float) -> KvPulled:
+        """`bytes_s`: how quickly at most; 0 for what a request waits for, which overtakes the rest."""
+        ...
 
 
 def lack_answer(lack: KvLack) -> dict[str, Any]:
@@ -43,16 +46,19 @@ def lack_answer(lack: KvLack) -> dict[str, Any]:
     }
 
 
-def pull_order(body: dict[str, Any]) -> tuple[str, Manifest, float]:
-    """Source, manifest and deadline. Raises BadInput."""
+def pull_order(body: dict[str, Any]) -> tuple[str, Manifest, float, float]:
+    """Source, manifest, deadline and rate. Raises BadInput."""
     source, manifest, deadline_s = body.get("source"), body.get("manifest"), body.get("deadline_s", 5.0)
+    bytes_s = body.get("bytes_s", 0.0)
     if not isinstance(source, str) or not source:
         raise BadInput("source", source, "a string is expected")
     if not isinstance(manifest, dict):
         raise BadInput("manifest", manifest, "a JSON object is expected")
     if type(deadline_s) not in (int, float) or not 0 < deadline_s <= 600:
         raise BadInput("deadline_s", deadline_s, "seconds, above 0 and up to 600")
-    return source, Manifest.from_json(cast("dict[str, Any]", manifest)), float(deadline_s)
+    if type(bytes_s) not in (int, float) or not (bytes_s == 0 or 1 <= bytes_s < inf):
+        raise BadInput("bytes_s", bytes_s, "bytes a second, 1 or more, or 0 for no bound")
+    return source, Manifest.from_json(cast("dict[str, Any]", manifest)), float(deadline_s), float(bytes_s)
 
 
 def pulled_answer(pulled: KvPulled) -> dict[str, Any]:

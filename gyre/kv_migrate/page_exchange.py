@@ -31,6 +31,7 @@ from gyre.kv_migrate.hicache_settings import HicacheSettings
 from gyre.kv_migrate.host_pages import HostPages, Page
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.orders import OrderServer
+from gyre.kv_migrate.pacing import Pacer, Turn
 from gyre.kv_migrate.page_ranks import Ranks
 from gyre.kv_migrate.staging import Staging
 from gyre.kv_migrate.tcp import TcpTransport
@@ -77,6 +78,7 @@ class PageExchange:
         self._own_layout = f"{self._layout}, rank {rank}"
         """Of the pieces, which two ranks must never take for each other's."""
         self._arrivals = Arrivals(settings.keep_bytes)
+        self._pacer = Pacer()
         self._lost: dict[str, float] = {}
         self._grew: set[asyncio.Event] = set()
         self._others: list[EngineClient] = []
@@ -152,16 +154,16 @@ class PageExchange:
         names = await asyncio.to_thread(self._names, token_ids, version)
         return KvLack(version, self._layout, len(names), tuple(self._missing(names)))
 
-    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float, bytes_s: float = 0.0) -> KvPulled:
         """Fetch pages from the peer at `source` and keep them for the request that will want them."""
         started_s = time.monotonic()
         try:
-            count, size, damaged = await self._pull(source, manifest, deadline_s)
+            count, size, damaged = await self._pull(source, manifest, deadline_s, self._pacer.turn(bytes_s))
         except GyreError as error:
             return KvPulled(0, 0, 0, time.monotonic() - started_s, str(error))
         return KvPulled(count, size, damaged, time.monotonic() - started_s, "")
 
-    async def _pull(self, source: str, manifest: Manifest, deadline_s: float) -> tuple[int, int, int]:
+    async def _pull(self, source: str, manifest: Manifest, deadline_s: float, turn: Turn) -> tuple[int, int, int]:
         """Pages that are here by it, their bytes, and the pages that came damaged."""
         self._check(manifest, self._layout)
         if self._lost.get(source, 0.0) > time.monotonic():
@@ -176,7 +178,7 @@ class PageExchange:
                 manifest, transfer=f"{manifest.transfer}.{first}", blocks=tuple(missing[first : first + step])
             )
             try:
-                whole, spoilt = await self._pull_share(source, share, until_s - time.monotonic())
+                whole, spoilt = await self._pull_share(source, share, until_s - time.monotonic(), turn)
             except GyreError:
                 if not came:
                     raise
@@ -184,7 +186,7 @@ class PageExchange:
             came, damaged = came + whole, damaged + spoilt
         return len(manifest.blocks) - len(self._missing(manifest.blocks)), came * self._pages.page_bytes, damaged
 
-    async def _pull_share(self, source: str, manifest: Manifest, deadline_s: float) -> tuple[int, int]:
+    async def _pull_share(self, source: str, manifest: Manifest, deadline_s: float, turn: Turn) -> tuple[int, int]:
         """Pages that came whole, and pages that came damaged."""
         numbers = range(self._pages.pieces)
         pieces = tuple(_piece_name(name, number) for name in manifest.blocks for number in numbers)
@@ -192,7 +194,7 @@ class PageExchange:
         size = len(manifest.blocks) * self._pages.page_bytes
         try:
             received = await self._transport.pull(
-                source, wanted, self._pages.piece_bytes, Staging(size), max(0.001, deadline_s)
+                source, wanted, self._pages.piece_bytes, Staging(size), max(0.001, deadline_s), turn
             )
         except SourceLost:
             self._lost[source] = time.monotonic() + _LEFT_ALONE_S

@@ -38,17 +38,18 @@ class Ranks:
         """SGLang writes and frees pages on all ranks alike, so what one lacks all do."""
         return await self._first.lack(token_ids, version)
 
-    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float, bytes_s: float) -> KvPulled:
         """What all ranks have by it. SGLang takes no more of a prefix than the rank that has the least."""
         started_s = time.monotonic()
         addresses = source.split(",")
         if len(addresses) != 1 + len(self._others):
             reason = f"{source} has other ranks than this engine, which has {1 + len(self._others)}"
             return KvPulled(0, 0, 0, 0.0, reason)
+        each_s = bytes_s / len(addresses)
         shares = await asyncio.gather(
-            self._first.pull(addresses[0], manifest, deadline_s),
+            self._first.pull(addresses[0], manifest, deadline_s, each_s),
             *(
-                _share(rank, address, manifest, deadline_s)
+                _share(rank, address, manifest, deadline_s, each_s)
                 for rank, address in zip(self._others, addresses[1:], strict=True)
             ),
         )
@@ -61,8 +62,8 @@ class Ranks:
         )
 
 
-async def _share(rank: EngineClient, address: str, manifest: Manifest, deadline_s: float) -> KvPulled:
+async def _share(rank: EngineClient, address: str, manifest: Manifest, deadline_s: float, bytes_s: float) -> KvPulled:
     try:
-        return await rank.kv_pull(address, manifest, deadline_s)
+        return await rank.kv_pull(address, manifest, deadline_s, bytes_s)
     except GyreError as error:
         return KvPulled(0, 0, 0, 0.0, str(error))

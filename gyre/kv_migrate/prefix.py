@@ -30,9 +30,17 @@ class MoveReport:
 
 
 async def move_prefix(
-    source: EngineClient, target: EngineClient, token_ids: Sequence[int], version: int, deadline_s: float
+    source: EngineClient,
+    target: EngineClient,
+    token_ids: Sequence[int],
+    version: int,
+    deadline_s: float,
+    bytes_s: float = 0.0,
 ) -> MoveReport:
-    """Bring the whole blocks of `token_ids` under `version` to `target`. Never raises for a failed move."""
+    """Bring the whole blocks of `token_ids` under `version` to `target`. Never raises for a failed move.
+
+    At `bytes_s` where no request waits for it; a move without a rate overtakes those that have one.
+    """
     started_s = time.monotonic()
     blocks = size = tokens = 0
     reason = ""
@@ -48,7 +56,7 @@ async def move_prefix(
                     manifest = Manifest(
                         uuid.uuid4().hex, info.kv_epoch, info.kv_model, version, lack.layout, lack.missing
                     )
-                    pulled = await target.kv_pull(info.kv_address, manifest, left_s)
+                    pulled = await target.kv_pull(info.kv_address, manifest, left_s, bytes_s)
                     blocks, size = pulled.blocks, pulled.bytes
                     tokens = blocks * info.block_tokens
                     reason = pulled.reason or _left_out(len(lack.missing), pulled)

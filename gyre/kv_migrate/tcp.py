@@ -16,6 +16,7 @@ from gyre.kv_migrate.asking import Check, Line, Lines, finish, listen, open_tran
 from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.conversation import Fetch, Granted
 from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.pacing import Turn, at_once
 from gyre.kv_migrate.serving import Server
 from gyre.kv_migrate.spans import Spans
 from gyre.kv_migrate.staging import Staging
@@ -74,7 +75,13 @@ class TcpTransport:
         await self._server.close()
 
     async def pull(
-        self, address: str, manifest: Manifest, block_bytes: int, staging: Staging, deadline_s: float
+        self,
+        address: str,
+        manifest: Manifest,
+        block_bytes: int,
+        staging: Staging,
+        deadline_s: float,
+        turn: Turn = at_once,
     ) -> Received:
         check_room(manifest, block_bytes, staging)
         lines = [self._lines.take(address)]
@@ -85,6 +92,12 @@ class TcpTransport:
             if silence_s is not None:
                 silence.reschedule(loop.time() + silence_s)
 
+        async def our_turn(count: int) -> None:
+            if silence_s is not None:
+                silence.reschedule(None)  # it is we who let the source wait
+            await turn(count)
+            heard()
+
         try:
             async with asyncio.timeout(deadline_s), silence:
                 offer = await open_transfer(lines[0], manifest, Kind.TCP, deadline_s)
@@ -94,7 +107,7 @@ class TcpTransport:
                 lines += [self._lines.take(address) for _ in range(spans.streams - 1)]
                 async with asyncio.TaskGroup() as streams:
                     for line in lines:
-                        streams.create_task(_fetch(line, manifest, spans, check, staging.view, heard))
+                        streams.create_task(_fetch(line, manifest, spans, check, staging.view, our_turn, heard))
                 received = await finish(lines[0], manifest, check)
                 self._lines.give_back(address, lines)
                 lines.clear()
@@ -113,15 +126,25 @@ class TcpTransport:
 
 
 async def _fetch(
-    line: Line, manifest: Manifest, spans: Spans, check: Check, view: memoryview, heard: Callable[[], None]
+    line: Line,
+    manifest: Manifest,
+    spans: Spans,
+    check: Check,
+    view: memoryview,
+    turn: Turn,
+    heard: Callable[[], None],
 ) -> None:
     """One stream's part: spans, as long as there are any."""
     while (span := spans.take()) is not None:
         try:
             await line.ask(Fetch(manifest.transfer, manifest.epoch, span.begin, span.end), Granted)
             stream = await line.stream()
+            granted = span.begin
             while span.begin < span.end:
                 upto = min(span.end, span.begin + _RECEIVE_BYTES)
+                if granted < upto:
+                    await turn(upto - granted)
+                    granted = upto
                 check.whole(spans.arrived(span, await stream.receive_some(view[span.begin : upto])))
                 line.patience.progress()
                 heard()

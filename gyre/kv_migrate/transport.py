@@ -16,6 +16,7 @@ from typing import Protocol
 
 from gyre.errors import Refused, Unavailable
 from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.pacing import Turn, at_once
 from gyre.kv_migrate.staging import Staging
 
 
@@ -81,11 +82,17 @@ class Transport(Protocol):
         ...
 
     async def pull(
-        self, address: str, manifest: Manifest, block_bytes: int, staging: Staging, deadline_s: float
+        self,
+        address: str,
+        manifest: Manifest,
+        block_bytes: int,
+        staging: Staging,
+        deadline_s: float,
+        turn: Turn = at_once,
     ) -> Received:
         """Fetch blocks of `block_bytes` each into `staging`, which has room for all of the manifest's.
 
-        A connection that breaks is made anew and the pull goes on where it was. When this returns or raises, nothing
+        Nothing is fetched before `turn` has been awaited for it. A connection that breaks is made anew and the pull goes on where it was. When this returns or raises, nothing
         is written to `staging` any more. Raises Refused (the peer said no), BadInput (an address of another form or
         kind) or Unavailable (not reached, lost for good, or not done by the deadline).
         """

@@ -51,6 +51,8 @@ class Call:
     answer: Answer | None = None
     cached: Cached | None = None
     """Where its prompt and output were computed last."""
+    answered_s: float = 0.0
+    """When its answer was whole, by this process's clock."""
 
 
 def started(call: Call, body: Mapping[str, Any]) -> CallStarted:

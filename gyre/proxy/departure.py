@@ -27,9 +27,17 @@ class Resting:
 
     run: RunId
     call: CallId
+    answered_s: float
+    """When its answer was whole; inf where it is not, and somebody waits for it."""
     token_ids: Callable[[], array[int]]
     moved: Callable[[Cached], None]
     """Told where it is from now on."""
+
+
+def most_recent_first(prefixes: Iterable[Resting]) -> list[Resting]:
+    """In the order in which they will be wanted, as far as it can be told: what waits for an engine is wanted next, and of
+    the rest the run whose answer was given last comes back soonest."""
+    return sorted(prefixes, key=lambda prefix: prefix.answered_s, reverse=True)
 
 
 class Departure:
@@ -77,7 +85,8 @@ class Departure:
             await asyncio.gather(*(self._take_along(prefix, cell, slots) for prefix in found))
 
     def _untried(self, cell: CellId) -> Sequence[Resting]:
-        return [prefix for prefix in self._resting(cell, self._engines.version) if prefix.call not in self._tried]
+        resting = most_recent_first(self._resting(cell, self._engines.version))
+        return [prefix for prefix in resting if prefix.call not in self._tried]
 
     async def _take_along(self, prefix: Resting, cell: CellId, slots: asyncio.Semaphore) -> None:
         async with slots:
@@ -85,7 +94,7 @@ class Departure:
             # Again where the engine that it went to leaves as well before it is there.
             while (target := self._engines.rest(prefix.run, cell)) is not None:
                 token_ids = prefix.token_ids()
-                report = await self._engines.move(cell, target, token_ids, version)
+                report = await self._engines.move(cell, target, token_ids, version, resting=True)
                 if report is not None:
                     self._reports.append(report)
                 if self._engines.version != version or report is None or report.reason:

@@ -35,9 +35,21 @@ class Seat:
 
 
 class Engines:
-    """`wait_s` bounds a call's wait for an engine; `connect` makes the client of the engine at a URL."""
+    """`wait_s` bounds a call's wait for an engine; `connect` makes the client of the engine at a URL.
 
-    def __init__(self, wait_s: float, connect: Callable[[str], EngineClient] = EngineClient) -> None:
+    `resting_bytes_s` bounds how quickly an engine takes over prefixes that no request waits for (0: nothing does); `moved`
+    hears of every move, and whether a request waited for it.
+    """
+
+    def __init__(
+        self,
+        wait_s: float,
+        connect: Callable[[str], EngineClient] = EngineClient,
+        resting_bytes_s: float = 0.0,
+        moved: Callable[[MoveReport, bool], None] | None = None,
+    ) -> None:
+        self._resting_bytes_s = resting_bytes_s
+        self._moved = moved
         self._wait_s = wait_s
         self._connect = connect
         self._inherits_since_s: float | None = None
@@ -172,8 +184,13 @@ class Engines:
 
     # ------------------------------------------------------------------------------------------ KV
 
-    async def move(self, source: CellId, target: CellId, token_ids: Sequence[int], version: int) -> MoveReport | None:
-        """Bring a prefix from one engine to another; None where one of them is gone, or does not answer."""
+    async def move(
+        self, source: CellId, target: CellId, token_ids: Sequence[int], version: int, *, resting: bool = False
+    ) -> MoveReport | None:
+        """Bring a prefix from one engine to another; None where one of them is gone, or does not answer.
+
+        One that is `resting` is let go ahead of by those that a request waits for.
+        """
         giver, taker = self.client(source), self.client(target)
         if giver is None or taker is None or self._leftovers.at(giver):
             return None
@@ -181,7 +198,11 @@ class Engines:
         moves = self._moves.setdefault(source, set())
         moves.add(under_way)
         try:
-            return await move_prefix(giver, taker, token_ids, version, MOVE_S)
+            bytes_s = self._resting_bytes_s if resting else 0.0
+            report = await move_prefix(giver, taker, token_ids, version, MOVE_S, bytes_s)
+            if self._moved is not None:
+                self._moved(report, not resting)
+            return report
         finally:
             moves.discard(under_way)
             under_way.set_result(None)

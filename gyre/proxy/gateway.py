@@ -73,6 +73,8 @@ class GatewayConfig:
     j_max: int = 5
     request_bytes: int = 64 * 1024 * 1024
     block_tokens: int = 16
+    resting_kv_mib_s: int = 0
+    """How quickly an engine takes over KV that no request waits for; 0: as quickly as it can."""
     fsync: bool = True
     """Whether a record is on the disk itself before an answer that rests on it is complete, or only with the kernel."""
     wait_s: float = 1800.0
@@ -96,8 +98,13 @@ class Gateway:
         self._aside = Aside()
         self._dialects = spoken.by_name()
         self._limits = Limits(config.context_tokens, config.block_tokens, config.wait_s)
-        self._engines = Engines(config.wait_s, lambda url: EngineClient(url, key=config.engine_key))
         self._metering = Metering()
+        self._engines = Engines(
+            config.wait_s,
+            lambda url: EngineClient(url, key=config.engine_key),
+            config.resting_kv_mib_s * (1 << 20),
+            self._metering.moved,
+        )
         self._runs: dict[RunId, LiveRun] = {}
         self._closed_keys = ClosedKeys(config.journal_dir)
         self._closing: dict[RunId, asyncio.Lock] = {}

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from gyre.errors import StorageFull
@@ -197,13 +198,16 @@ class LiveRun:
             if call.cached is known:  # it has ended meanwhile
                 call.cached = now
 
-        return Resting(generation.run, call.id, token_ids, moved)
+        return Resting(generation.run, call.id, inf, token_ids, moved)
 
     def _resting_end(self, call: Call) -> Resting:
         def moved(now: Cached) -> None:
             call.cached = now
 
-        return Resting(self.session.opened.run, call.id, lambda: self.session.tree.history_ids(call.id), moved)
+        def token_ids() -> array[int]:
+            return self.session.tree.history_ids(call.id)
+
+        return Resting(self.session.opened.run, call.id, call.answered_s, token_ids, moved)
 
     # ------------------------------------------------------------------------------------------ private
 
@@ -266,6 +270,7 @@ class LiveRun:
             generation = work.generation
             async with self._turn:
                 self._append([self.session.end(call, generation.ending())])
+                call.answered_s = time.monotonic()
             self._texts.ended(call.id, call.base, generation.prompt_text, generation.output)
             self._metering.ended(
                 call.dialect,

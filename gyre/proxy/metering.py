@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gyre.actors.messages import GatewayStatus
+from gyre.kv_migrate.prefix import MoveReport
 from gyre.proxy.sampling import Ending
 from gyre.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
 from gyre.trajectory.records import RunTrace
@@ -30,6 +31,14 @@ class Metering:
     def failed(self, dialect: str) -> None:
         """A call ended in an error that is ours."""
         self._metrics.calls.labels(dialect, "unavailable").inc()
+
+    def moved(self, report: MoveReport, awaited: bool) -> None:
+        """A prefix was brought to another engine, or what of it came."""
+        metrics, whose = self._metrics, "request" if awaited else "resting"
+        metrics.moved_blocks.labels(whose).inc(report.blocks)
+        metrics.moved_bytes.labels(whose).inc(report.bytes)
+        metrics.moved_tokens.labels(whose).inc(report.tokens)
+        metrics.move_s.labels(whose, "short" if report.reason else "whole").observe(report.seconds)
 
     def closed(self, trace: RunTrace) -> None:
         """A run was closed: how its tree branched, and whether it is sound."""

@@ -66,6 +66,23 @@ class GatewayMetrics(Metrics):
         self.recomputed_tokens = Counter(
             "gyre_prefix_tokens_recomputed", "Whole-block prefix tokens computed again after a re-route.", registry=to
         )
+        self.moved_blocks = Counter(
+            "gyre_kv_moved_blocks",
+            "KV blocks that engines took over, for a request that waits or for a prefix that rests.",
+            ["for"],
+            registry=to,
+        )
+        self.moved_bytes = Counter("gyre_kv_moved_bytes", "Bytes of these blocks.", ["for"], registry=to)
+        self.moved_tokens = Counter(
+            "gyre_kv_moved_tokens", "Tokens of these blocks, which need not be computed again.", ["for"], registry=to
+        )
+        self.move_s = Histogram(
+            "gyre_kv_move_seconds",
+            "Moves of a prefix, by whether all of it came.",
+            ["for", "end"],
+            buckets=_STAGE_S,
+            registry=to,
+        )
         self.continued_calls = Counter(
             "gyre_continued_calls", "Calls carried on elsewhere or on new weights.", registry=to
         )

@@ -328,6 +328,17 @@ async def test_a_slow_source_is_no_frozen_one(config: dict[str, Any]) -> None:
         assert pulled.seconds > 2.5
 
 
+async def test_a_pull_that_waits_for_its_turn_does_not_take_its_source_for_a_frozen_one(config: dict[str, Any]) -> None:
+    with source(config) as there, target({**config, "silence_s": 0.5}) as here:
+        there.tell("write 1 2 3")
+        for numbers in ((1, 2), (3,)):  # the second has to wait until the first is paid for
+            rate = 2 * here.pool.page_bytes / 1.5
+            resting = here.exchange.pull(there.address, there.manifest(*numbers), LIMIT_S, rate)
+            pulled = await here.on_its_loop(resting)
+            assert (pulled.blocks, pulled.reason) == (len(numbers), "")
+        assert pulled.seconds > 1.0, "it did wait"
+
+
 async def test_another_model_another_layout_and_another_epoch_are_refused(config: dict[str, Any]) -> None:
     with source(config) as there, target(config) as here:
         there.tell("write 1")

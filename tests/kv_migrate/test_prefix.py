@@ -20,7 +20,7 @@ from engine.processes import engine_command, engine_process
 from engine.tiny_models import FAMILIES, make_model
 
 from gyre.engine.access import http_key
-from gyre.engine.client import Chunk, EngineClient, GenerateRequest
+from gyre.engine.client import Chunk, EngineClient, EngineRefused, GenerateRequest
 from gyre.engine.local.core import EngineConfig, EngineCore
 from gyre.engine.local.kv_exchange import KvExchange
 from gyre.engine.local.server import EngineServer
@@ -398,6 +398,96 @@ async def test_a_pull_that_is_cancelled_anywhere_commits_whole_blocks_or_none(ll
             await target.release_memory()
             await target.resume_memory()
         await source.release_memory()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_source_killed_at_any_byte_costs_a_recompute(llama: Path, tmp_path: Path, seed: int) -> None:
+    ids = prompt(300)
+    at = random.Random(seed).randrange(18 * 8192)
+    (tmp_path / "secret").write_bytes(SECRET)
+    with engine_process(tmp_path / "s", llama, "--secret-file", str(tmp_path / "secret")) as process:
+        async with EngineClient(process.url, key=http_key(SECRET.decode())) as source, serving(llama) as target:
+            whole = await sample(source, request(ids, 10))
+            wanted = await about(source, target, ids)
+
+            def kill(data: bytes, offset: int) -> bytes | None:
+                if offset + len(data) <= at:
+                    return data
+                process.signal(signal.SIGKILL)
+                return None
+
+            async with between(process.kv_address, kill) as address:
+                pulled = await target.kv_pull(address, wanted, LIMIT_S)
+            assert (pulled.blocks, "was lost" in pulled.reason) == (0, True)
+            answer = await sample(target, request(ids, 10))
+            assert (answer.token_ids, answer.cached_tokens) == (whole.token_ids, 0)
+
+
+async def test_what_a_stopped_source_sends_when_it_goes_on_lands_nowhere(llama: Path, tmp_path: Path) -> None:
+    """Stopped at any byte of a move; meanwhile the target has used its memory for something else."""
+    ids, others = prompt(300), prompt(300, salt=1)
+    noise = random.Random(4)
+    (tmp_path / "secret").write_bytes(SECRET)
+    with engine_process(tmp_path / "s", llama, "--secret-file", str(tmp_path / "secret")) as process:
+        async with EngineClient(process.url, key=http_key(SECRET.decode())) as source, serving(llama) as target:
+            whole, other = await sample(source, request(ids, 10)), await sample(source, request(others, 10))
+            for _ in range(3):
+                at = noise.randrange(18 * 8192)
+
+                def stop(data: bytes, offset: int, at: int = at) -> bytes:
+                    if offset <= at < offset + len(data):
+                        process.signal(signal.SIGSTOP)
+                    return data
+
+                wanted = await about(source, target, ids)
+                async with between(process.kv_address, stop) as address:
+                    pulled = await target.kv_pull(address, wanted, 0.5)
+                    assert (pulled.blocks, "within 0.5 s" in pulled.reason) == (0, True)
+                    # The staging memory of a pull that failed is not used again; that of the engine is.
+                    before = await sample(target, request(others, 10))
+                    process.signal(signal.SIGCONT)
+                    assert (await move_prefix(source, target, ids, 1, LIMIT_S)).blocks == 18
+                after = [await sample(target, request(others, 10)), await sample(target, request(ids, 10))]
+                assert [before.token_ids, *(answer.token_ids for answer in after)] == [
+                    other.token_ids,
+                    other.token_ids,
+                    whole.token_ids,
+                ]
+                assert [answer.cached_tokens for answer in after] == [whole_blocks(len(ids))] * 2
+                await target.flush_cache()
+
+
+async def test_several_moves_of_the_same_blocks_at_once_bring_them_and_what_a_request_waits_for_goes_first(
+    llama: Path, tmp_path: Path
+) -> None:
+    ids = prompt(600)
+    async with source_engine(tmp_path / "s", llama) as source, serving(llama) as target:
+        whole = await sample(source, request(ids, 10))
+        assert (await move_prefix(source, target, ids, 1, LIMIT_S, 1e9)).blocks == 37
+        await target.flush_cache()
+        address = (await source.info()).kv_address
+        # At a byte a second what does not come at once takes days.
+        resting = asyncio.ensure_future(target.kv_pull(address, await about(source, target, ids), LIMIT_S, 1.0))
+        reports = await asyncio.gather(*(move_prefix(source, target, ids, 1, LIMIT_S) for _ in range(3)))
+        assert [report.reason for report in reports] == [""] * 3
+        assert max(report.blocks for report in reports) == 37
+        assert not resting.done()
+        answer = await sample(target, request(ids, 10))
+        assert (answer.token_ids, answer.cached_tokens) == (whole.token_ids, whole_blocks(len(ids)))
+        resting.cancel()
+        await asyncio.gather(resting, return_exceptions=True)
+        await target.flush_cache()
+        late = await target.kv_pull(address, await about(source, target, ids), 0.3, 1.0)
+        assert (late.blocks, "within 0.3 s" in late.reason) == (0, True)
+        await source.release_memory()
+
+
+@pytest.mark.parametrize("bytes_s", [-1, 0.5, "8", True, None])
+async def test_a_rate_that_cannot_be_is_refused(llama: Path, bytes_s: object) -> None:
+    async with serving(llama) as engine:
+        wanted = Manifest("t", 1, "m", 1, "l", (bytes(16),))
+        with pytest.raises(EngineRefused, match="bytes_s"):
+            await engine.kv_pull("tcp:127.0.0.1:1", wanted, 1.0, bytes_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["certificates", "mooncake-tcp"])

@@ -103,6 +103,31 @@ async def test_a_large_object_comes_over_several_streams_and_is_whole(way: Way) 
         assert len(received.blocks) == count
 
 
+async def test_no_byte_is_fetched_before_its_turn(kind: Kind) -> None:
+    size, count = 100_000, 40
+    turns: list[int] = []
+    gate = asyncio.Event()
+
+    async def turn(bytes_: int) -> None:
+        turns.append(bytes_)
+        if len(turns) == (3 if kind is Kind.TCP else 1):
+            await gate.wait()
+
+    source = shelf(count, size)
+    async with serving(source, kind=kind) as server, serving(None, kind=kind) as client:
+        staging, wanted = Staging(count * size), manifest(server.epoch, *range(count))
+        paced = asyncio.ensure_future(client.pull(server.describe(), wanted, size, staging, LIMIT_S, turn))
+        while not turns or not (kind is not Kind.TCP or len(turns) == 3):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        others = await pull(client, server.describe(), manifest(server.epoch, *range(count)), size)
+        assert len(right(others, size)) == count, "one that has no turn to wait for goes by"
+        assert staging.view[sum(turns[:-1]) : count * size] == bytes(count * size - sum(turns[:-1]))
+        gate.set()
+        assert len(right(await paced, size)) == count
+        assert sum(turns) == count * size
+        await source.is_free()
+
+
 async def test_a_refusal_of_the_source_is_told(way: Way) -> None:
     theirs, ours, kind = way
     async with serving(shelf(1), theirs, kind) as server, serving(None, ours, kind) as client:

@@ -9,6 +9,7 @@ import pytest
 
 from gyre.actors.messages import DrainEngine, DrainReport
 from gyre.ids import CellId
+from gyre.proxy.departure import most_recent_first
 
 from .conftest import Proxy, StartProxy, until
 
@@ -133,6 +134,54 @@ async def test_the_main_threads_prefix_is_taken_along_though_a_sub_agent_asked_l
     await proxy.engines["a"].stop()
     await proxy.chat("r", more(first, "more"))
     assert (await proxy.close("r")).prefix_tokens_recomputed == 0
+
+
+async def test_the_run_that_was_answered_last_is_moved_first_and_who_waits_for_an_engine_before_all(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(lambda head: ANSWER, cells=("a",))
+    runs = [f"r{place}" for place in range(12)]
+    firsts: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        await proxy.open(run)
+        firsts[run] = await proxy.chat(run, [user(f"go, {run}")])
+    await proxy.chat("r3", [user("go, r3"), {"role": "assistant", "content": firsts["r3"]["content"]}, user("more")])
+    found = most_recent_first(proxy.gateway._resting(CellId("a"), 0))
+    assert [prefix.run for prefix in found] == ["r3", *(run for run in reversed(runs) if run != "r3")]
+    await proxy.route(closed=("a",))
+    waiting = asyncio.create_task(
+        proxy.chat("r5", [user("go, r5"), {"role": "assistant", "content": firsts["r5"]["content"]}, user("more")])
+    )
+    await until(lambda: proxy.gateway.status().calls_waiting == 1)
+    found = most_recent_first(proxy.gateway._resting(CellId("a"), 0))
+    assert [prefix.run for prefix in found][:3] == ["r5", "r3", "r11"]
+    await proxy.route()
+    await waiting
+
+
+async def test_prefixes_that_rest_have_a_rate_and_what_a_request_waits_for_has_none(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(lambda head: ANSWER, cells=("a", "b"), token_s=0.002, resting_kv_mib_s=3, metrics_key="m")
+    for run in ("rests", "asks"):
+        await proxy.open(run)
+    await proxy.route(closed=("b",))
+    await proxy.chat("rests", [user("go")])
+    calling = asyncio.create_task(proxy.chat("asks", [user("go on")]))
+    await proxy.until_sampled("a", 10)
+    await proxy.route()
+    report = await finished(draining(proxy, "a"))
+    await calling
+    assert sorted(pull["bytes_s"] for pull in proxy.engines["b"].pulls) == [0, 3 << 20]
+    key = {"Authorization": "Bearer m"}
+    async with proxy.http.get(f"{proxy.gateway.base_url}/metrics", headers=key) as response:
+        text = await response.text()
+    told = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("gyre_kv_"))
+    moved = {whose: float(told[f'gyre_kv_moved_blocks_total{{for="{whose}"}}']) for whose in ("request", "resting")}
+    assert min(moved.values()) > 0
+    assert sum(moved.values()) == report.moved_blocks
+    for whose, blocks in moved.items():
+        assert float(told[f'gyre_kv_moved_tokens_total{{for="{whose}"}}']) == 4 * blocks
+        assert float(told[f'gyre_kv_moved_bytes_total{{for="{whose}"}}']) == 10 * blocks
+        assert float(told[f'gyre_kv_move_seconds_count{{end="whole",for="{whose}"}}']) == 1
 
 
 async def test_a_prefix_that_is_computed_again_is_counted_once_and_not_where_the_call_was_stopped_before(

@@ -14,6 +14,7 @@ from gyre.engine.records import KvLack, KvPulled
 from gyre.errors import GyreError
 from gyre.kv_migrate.blocks import block_hashes
 from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.pacing import Pacer
 from gyre.kv_migrate.staging import StagingPool
 from gyre.kv_migrate.transport import BlockLease, Transport
 
@@ -29,6 +30,7 @@ class KvExchange:
         self.carrier = carrier
         self._thread: EngineThread | None = None
         self._staging = StagingPool(_KEEP_BYTES)
+        self._pacer = Pacer()
 
     @property
     def address(self) -> str:
@@ -60,15 +62,20 @@ class KvExchange:
         missing = await self._engine().call(lambda core: core.store.lack(names, version))
         return KvLack(version, store.layout, len(names), tuple(missing))
 
-    async def pull(self, source: str, manifest: Manifest, deadline_s: float) -> KvPulled:
-        """Fetch blocks from the peer at `source`; commit all that came whole, or nothing with the reason."""
+    async def pull(self, source: str, manifest: Manifest, deadline_s: float, bytes_s: float) -> KvPulled:
+        """Fetch blocks from the peer at `source`; commit all that came whole, or nothing with the reason.
+
+        At `bytes_s`; 0: a request waits for them, and they overtake those that have a rate.
+        """
         started_s = time.monotonic()
         thread = self._engine()
         try:
             # Refuse before the bytes travel; `commit` looks again, for what is held may change meanwhile.
             size = await thread.call(lambda core: core.store.check(manifest).block_bytes)
             staging = self._staging.take(size * len(manifest.blocks))
-            received = await self._transport.pull(source, manifest, size, staging, deadline_s)
+            received = await self._transport.pull(
+                source, manifest, size, staging, deadline_s, self._pacer.turn(bytes_s)
+            )
             count = await thread.call(lambda core: core.store.commit(received.blocks, manifest))
         except GyreError as error:
             return KvPulled(0, 0, 0, time.monotonic() - started_s, str(error))
