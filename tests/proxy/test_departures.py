@@ -159,6 +159,24 @@ async def test_the_run_that_was_answered_last_is_moved_first_and_who_waits_for_a
     await waiting
 
 
+async def test_a_departure_begins_with_the_runs_that_were_answered_last(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(lambda head: ANSWER, cells=("a", "b"))
+    await proxy.route(closed=("b",))
+    for place in (5, 11, 2, 8, 0, 9, 3, 10, 1, 7, 4, 6):
+        await proxy.open(f"r{place}")
+        await proxy.chat(f"r{place}", [user("go" + 4 * place * "x")])  # each has a block more than the one below
+    await proxy.route()
+    gate = asyncio.Event()
+    proxy.engines["b"].pull_gates = [gate] * 8
+    drain = draining(proxy, "a")
+    await until(lambda: len(proxy.engines["b"].pulls) == 8)
+    gate.set()
+    await finished(drain)
+    sizes = [len(pull["manifest"]["blocks"]) for pull in proxy.engines["b"].pulls]
+    assert {size - min(sizes) for size in sizes[:8]} == {0, 9, 3, 10, 1, 7, 4, 6}
+    assert {size - min(sizes) for size in sizes[8:]} == {5, 11, 2, 8}
+
+
 async def test_prefixes_that_rest_have_a_rate_and_what_a_request_waits_for_has_none(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(lambda head: ANSWER, cells=("a", "b"), token_s=0.002, resting_kv_mib_s=3, metrics_key="m")
     for run in ("rests", "asks"):
