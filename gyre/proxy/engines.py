@@ -189,7 +189,7 @@ class Engines:
     ) -> MoveReport | None:
         """Bring a prefix from one engine to another; None where one of them is gone, or does not answer.
 
-        One that is `resting` is let go ahead of by those that a request waits for.
+        One that is `resting` has a rate, and is overtaken by those that a request waits for.
         """
         giver, taker = self.client(source), self.client(target)
         if giver is None or taker is None or self._leftovers.at(giver):
