@@ -106,7 +106,7 @@ def summary(report: Report, html: str) -> RenderableType:
         ("steps", f"{report.steps}  (snapshot version {report.snapshot_version})"),
         ("runs", f"{report.runs_total}, interrupted by a switch: {report.runs_interrupted}"),
         ("calls", f"{report.calls:,}"),
-        ("tokens", f"{report.sampled_tokens:,} sampled, {report.counted_tokens:,} trained"),
+        ("tokens", f"{report.sampled_tokens:,} sampled, {report.counted_tokens:,} counted"),
         (
             "role switches",
             f"{report.switches['rollout_to_train']} to train, {report.switches['train_to_rollout']} to rollout",

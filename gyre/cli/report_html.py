@@ -64,7 +64,7 @@ def _cards(report: Report) -> str:
         (f"{report.runs_total:,}", "runs"),
         (f"{report.calls:,}", "model calls"),
         (f"{report.sampled_tokens:,}", "tokens sampled"),
-        (f"{report.counted_tokens:,}", "tokens trained"),
+        (f"{report.counted_tokens:,}", "tokens counted"),
         (f"{report.switches['rollout_to_train']} / {report.switches['train_to_rollout']}", "switches to train / back"),
         (f"{report.runs_interrupted}", "runs interrupted by a switch"),
         (f"{report.max_silence_s * 1000:.0f} ms", "longest extra silence"),

@@ -66,11 +66,12 @@ def tree(run: Run, attempt: Attempt = None, folder: Dir = None, as_json: AsJson 
     with _one_line_errors():
         files = RunFiles(find_job(folder))
         file, j_max = files.one(run, attempt), files.j_max
-    _tell(files.damaged)
+        fate = files.fates().of(file.run.opened.run, file.run.opened.attempt)
+    _tell(files.unreadable + files.damaged)
     if as_json:
-        _print_json(tree_plain(file, j_max))
+        _print_json(tree_plain(file, j_max, fate))
     else:
-        show(tree_view(file, j_max), wrapped=True)
+        show(tree_view(file, j_max, fate), wrapped=True)
 
 
 @run_app.command()
@@ -119,7 +120,7 @@ def export(
 
     with _one_line_errors():
         files = RunFiles(find_job(folder))
-        written = write_export(files.some(runs or (), attempt), files.j_max, files.words(), out)
+        written = write_export(files.some(runs or (), attempt), files.j_max, files.fates(), files.words(), out)
     _tell(files.unreadable + files.damaged)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{written.runs} runs: {written.calls} calls, {written.lineages} lineages", markup=False)

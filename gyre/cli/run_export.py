@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gyre.cli.run_fates import Fate, Fates
 from gyre.cli.run_files import RunFile, Words
 from gyre.cli.run_output import strict_json
 from gyre.errors import BadInput
@@ -27,6 +28,10 @@ CALLS: dict[str, str] = {
     "group": "string",
     "profile": "string",
     "open": "bool",
+    "purpose": "string",
+    "outcome": "string",
+    "reward": "double",
+    "step": "int32",
     "call": "string",
     "seq": "int32",
     "parent": "string",
@@ -59,6 +64,7 @@ LINEAGES: dict[str, str] = {
     "attempt": "int32",
     "lineage": "int32",
     "role": "string",
+    "step": "int32",
     "tokens": "int32",
     "counted_tokens": "int32",
     "lowest_version": "int32",
@@ -78,7 +84,7 @@ class Written:
     files: list[Path] = field(default_factory=list[Path])
 
 
-def write_export(files: Iterable[RunFile], j_max: int, words: Words | None, out: Path) -> Written:
+def write_export(files: Iterable[RunFile], j_max: int, fates: Fates, words: Words | None, out: Path) -> Written:
     """Write the tables to `out`. Raises BadInput where they cannot be written there."""
     written = Written(parquet=importlib.util.find_spec("pyarrow") is not None)
     try:
@@ -87,7 +93,8 @@ def write_export(files: Iterable[RunFile], j_max: int, words: Words | None, out:
             add_call = _table(stack, out, "calls", CALLS, written)
             add_lineage = _table(stack, out, "lineages", LINEAGES, written)
             for file in files:
-                calls, lineages = call_rows(file, j_max, words), lineage_rows(file.run, j_max)
+                fate = fates.of(file.run.opened.run, file.run.opened.attempt)
+                calls, lineages = call_rows(file, j_max, fate, words), lineage_rows(file.run, j_max, fate)
                 add_call(calls)
                 add_lineage(lineages)
                 written.runs += 1
@@ -103,13 +110,13 @@ def write_export(files: Iterable[RunFile], j_max: int, words: Words | None, out:
     return written
 
 
-def call_rows(file: RunFile, j_max: int, words: Words | None) -> list[Row]:
+def call_rows(file: RunFile, j_max: int, fate: Fate, words: Words | None) -> list[Row]:
     run = file.run
     accounts = run.accounts(j_max)
-    return [_call_row(file, run.calls[call], account, words) for call, account in accounts.items()]
+    return [_call_row(file, run.calls[call], account, fate, words) for call, account in accounts.items()]
 
 
-def lineage_rows(run: Replay, j_max: int) -> list[Row]:
+def lineage_rows(run: Replay, j_max: int, fate: Fate) -> list[Row]:
     rows: list[Row] = []
     for lineage in run.selected(j_max):
         token_ids, counted, logprobs, versions = lineage.arrays()
@@ -120,6 +127,7 @@ def lineage_rows(run: Replay, j_max: int) -> list[Row]:
                 "attempt": lineage.attempt,
                 "lineage": lineage.index,
                 "role": lineage.role.value,
+                "step": fate.trained_in(lineage.index),
                 "tokens": info.tokens,
                 "counted_tokens": info.counted_tokens,
                 "lowest_version": info.lowest_version,
@@ -132,7 +140,7 @@ def lineage_rows(run: Replay, j_max: int) -> list[Row]:
     return rows
 
 
-def _call_row(file: RunFile, call: ReplayedCall, account: Account, words: Words | None) -> Row:
+def _call_row(file: RunFile, call: ReplayedCall, account: Account, fate: Fate, words: Words | None) -> Row:
     run, started = file.run, call.started
     return {
         "run": run.opened.run,
@@ -140,6 +148,10 @@ def _call_row(file: RunFile, call: ReplayedCall, account: Account, words: Words 
         "group": run.opened.group,
         "profile": run.opened.profile,
         "open": file.place.open,
+        "purpose": fate.purpose or None,
+        "outcome": fate.outcome or None,
+        "reward": fate.reward,
+        "step": fate.trained_in(account.lineage),
         "call": call.id,
         "seq": started.seq,
         "parent": account.parent,

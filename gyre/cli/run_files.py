@@ -5,12 +5,14 @@ Journals are read as they lie on disk, open or closed, and never written to; the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gyre.cli.client import read_spec
+from gyre.cli.client import books, read_spec
+from gyre.cli.run_fates import Fates
 from gyre.errors import BadInput, GyreError
 from gyre.jobdir import JobDir
 from gyre.proxy.held_copies import HeldCopies
@@ -35,7 +37,7 @@ class RunFiles:
     def __init__(self, job: JobDir) -> None:
         self._job = job
         self.unreadable: list[str] = []
-        """What `some` had to leave out, and why, a line each."""
+        """What had to be left out, and why, a line each."""
         self.damaged: list[str] = []
         """Which journals were read in part, a line each."""
 
@@ -86,6 +88,14 @@ class RunFiles:
         if damage:
             self.damaged.append(f"run {place.run}, attempt {place.attempt}: {damage}")
         return file
+
+    def fates(self) -> Fates:
+        """What became of the runs, by the job's records. Where these cannot be read, `unreadable` says so."""
+        try:
+            return Fates(asyncio.run(books(self._job)), read_spec(self._job))
+        except GyreError as error:
+            self.unreadable.append(f"what was trained is not told: {error}")
+            return Fates(None, None)
 
     def words(self) -> Words | None:
         """The job's tokenizer, or None where it cannot be read."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
+from gyre.cli.run_fates import Fate
 from gyre.cli.run_files import RunFile, Words
 from gyre.cli.run_output import visible
 from gyre.ids import CallId
@@ -85,18 +86,24 @@ def list_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
 # ------------------------------------------------------------------------------------------------ tree
 
 
-def tree_plain(file: RunFile, j_max: int) -> dict[str, Any]:
+def tree_plain(file: RunFile, j_max: int, fate: Fate) -> dict[str, Any]:
     accounts = file.run.accounts(j_max)
     return {
         **listed(file),
+        **fate_plain(fate),
+        "not_trained": fate.not_trained,
         "j_max": j_max,
         "counted_tokens": sum(account.counted_tokens for account in accounts.values()),
         "faults": list(file.run.tree.check()),
-        "calls": [_call_plain(file.run.calls[call], account) for call, account in accounts.items()],
+        "calls": [_call_plain(file.run.calls[call], account, fate) for call, account in accounts.items()],
     }
 
 
-def tree_view(file: RunFile, j_max: int) -> RenderableType:
+def fate_plain(fate: Fate) -> dict[str, Any]:
+    return {"purpose": fate.purpose, "outcome": fate.outcome, "reward": fate.reward, "step": fate.step}
+
+
+def tree_view(file: RunFile, j_max: int, fate: Fate) -> RenderableType:
     """The run's tree: a thread goes down in one column, what branches off it is drawn a level deeper."""
     run = file.run
     accounts = run.accounts(j_max)
@@ -115,8 +122,18 @@ def tree_view(file: RunFile, j_max: int) -> RenderableType:
         children.setdefault(account.parent, []).append(call)
     for first in children.get(None, ()):
         _draw_thread(drawing, first, run, accounts, children)
+    became = [_fate_line(fate)] if fate.purpose else []
     faults = [Text(visible(fault), style="red") for fault in run.tree.check()]
-    return Group(drawing, *faults) if faults else drawing
+    return Group(*became, drawing, *faults)
+
+
+def _fate_line(fate: Fate) -> Text:
+    line = Text(visible(fate.outcome or "not settled"))
+    if fate.reward is not None:
+        line.append(f", reward {fate.reward:.3f}")
+    if fate.step is not None:
+        return line.append(f": trained in step {fate.step}", style="green")
+    return line.append(f": nothing of it is trained, for {visible(fate.not_trained)}", style="yellow")
 
 
 def _draw_thread(
@@ -160,7 +177,7 @@ def _call_line(call: ReplayedCall, account: Account) -> Text:
     return line
 
 
-def _call_plain(call: ReplayedCall, account: Account) -> dict[str, Any]:
+def _call_plain(call: ReplayedCall, account: Account, fate: Fate) -> dict[str, Any]:
     return {
         "call": call.id,
         "seq": call.started.seq,
@@ -176,6 +193,7 @@ def _call_plain(call: ReplayedCall, account: Account) -> dict[str, Any]:
         "counted_tokens": account.counted_tokens,
         "use": account.use.value,
         "lineage": account.lineage,
+        "step": fate.trained_in(account.lineage),
         "context_in": list(account.context_in),
         "fork": None if call.fork is None else call.fork.value,
         "lowest_version": min(call.versions, default=None),

@@ -65,6 +65,8 @@ class _Followed(NamedTuple):
     left: CallId | None
     new_from: int
     turns: tuple[CallId | None, ...]
+    rewritten: bool
+    """An assistant's turn of the harness's own stands where the answer to an earlier prompt was."""
 
 
 class Threads:
@@ -95,7 +97,7 @@ class Threads:
         thread = name, toolset, messages[0].text
         known = self._followed.pop(thread, None)
         if known is None or messages[: len(known.messages)] != known.messages:
-            known = _Followed((), xxhash.xxh3_128(toolset), None, None, 0, ())
+            known = _Followed((), xxhash.xxh3_128(toolset), None, None, 0, (), rewritten=False)
         walk = self._followed[thread] = self._follow(known, messages, name)
         if len(self._followed) > _FOLLOWED:
             self._followed.popitem(last=False)
@@ -105,13 +107,13 @@ class Threads:
             new_from=walk.new_from,
             turns=walk.turns,
             left=walk.left,
-            begins=all(turn is None for turn in walk.turns),
+            begins=not walk.rewritten and all(turn is None for turn in walk.turns),
         )
 
     def _follow(self, known: _Followed, messages: tuple[Message, ...], name: str) -> _Followed:
         """Go on from what was followed before to the end of the messages. A system prompt at their start is steady."""
         chain, base, left, new_from = known.chain.copy(), known.base, known.left, known.new_from
-        turns = list(known.turns)
+        turns, rewritten = list(known.turns), known.rewritten
         new = messages[len(known.messages) :]
         for place, message in enumerate(new, len(known.messages)):
             turn: CallId | None = None
@@ -123,6 +125,7 @@ class Threads:
                 else:
                     key = message_key(message)
                     turn = self._named(message) or self._by_content.get(key)
+                    rewritten = rewritten or (turn is None and chain.digest() in self._by_chain)
                     chain.update(_TURN + key)
             else:
                 if place and messages[place - 1].speaker is not Speaker.ASSISTANT:
@@ -131,7 +134,7 @@ class Threads:
                 text = self._systems.read(message.text).steady if again else message.text
                 _extend(chain, _TAG[message.speaker], text)
             turns.append(turn)
-        return _Followed(known.messages + tuple(map(_plain, new)), chain, base, left, new_from, tuple(turns))
+        return _Followed(known.messages + tuple(map(_plain, new)), chain, base, left, new_from, tuple(turns), rewritten)
 
     def _with_steady_opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """With the system prompt by its steady part, so that a clock in it does not make all of a history new."""

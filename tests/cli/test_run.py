@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -25,7 +26,10 @@ from gyre.cli.gyrectl import app
 from gyre.cli.run_files import RunFiles
 from gyre.cli.run_output import visible
 from gyre.config import JobSpec
-from gyre.ids import CallId, GroupId, RunId
+from gyre.ids import CallId, GroupId, NodeId, RunId, TaskId
+from gyre.store.open import keys_for, open_store
+from gyre.store.records import GroupRecord, GroupState, Purpose, RunRecord, RunState
+from gyre.store.typed import TypedStore
 from gyre.trajectory.journal import (
     SEGMENT_HEADER,
     CallDelivered,
@@ -37,7 +41,7 @@ from gyre.trajectory.journal import (
     RunOpened,
     encode,
 )
-from gyre.trajectory.records import LineageRole
+from gyre.trajectory.records import LineageRole, Outcome
 
 MAIN, MAIN_SUMMARY, SUB, _, AUXILIARY = LineageRole
 CIRCUMSTANCES = {"new_thread": False, "without_answers": False, "after_summary": False, "left_answer": False}
@@ -111,7 +115,24 @@ def job(tmp_path: Path) -> Path:
     write(root / "journal/open/r/1", RUN)
     closed = [RunOpened(RunId("done"), GroupId("g"), 2, "k", "scripted", 1.0, 64), *call(0, None, [40], [41])]
     write(root / "journal/closed/done.2", [*closed, RunClosed(RunId("done"), 2, "the disk was full")])
+    asyncio.run(write_records(root))
     return root
+
+
+async def write_records(root: Path) -> None:
+    """One group, of which one run has failed and the other lives."""
+    url = f"sqlite://{root}/store.db"
+    store, keys = TypedStore(open_store(url)), keys_for(url, "looked-at")
+    runs = RunId("r"), RunId("done")
+    live = RunRecord(runs[0], GroupId("g"), RunState.LIVE, 1, NodeId("n0"), None, None, "", None, 0.0, 0.0)
+    failed = replace(
+        live, run=runs[1], state=RunState.SETTLED, attempt=2, outcome=Outcome.INFRA_FAILED, reason="a disk"
+    )
+    group = GroupRecord(GroupId("g"), TaskId("t"), Purpose.TRAIN, 0, runs, GroupState.OPEN, 0, 0)
+    await store.put(f"{keys.root}groups/g", group)
+    for record in (live, failed):
+        await store.put(keys.run(record.run), record)
+    await store.store.close()
 
 
 def write(folder: Path, records: list[JournalRecord], tail: bytes = b"") -> None:
@@ -173,6 +194,21 @@ def test_tree_says_of_each_call_what_is_trained_and_why_the_rest_is_not(job: Pat
         (7, "unanswered", None, [], "r.1.1"),
     ]
     assert found["faults"] == []
+    assert (found["purpose"], found["outcome"], found["not_trained"]) == ("train", "", "it has not settled yet")
+    failed = plain("tree", "done", "--dir", str(job))
+    assert (failed["outcome"], failed["step"], failed["not_trained"]) == (
+        "infra_failed",
+        None,
+        "it has no reward: a disk",
+    )
+
+
+def test_tree_says_that_it_cannot_tell_what_was_trained_where_the_records_are_gone(job: Path) -> None:
+    (job / "store.db").unlink()
+    result = gyrectl("tree", "r", "--dir", str(job))
+    assert result.exit_code == 0
+    assert "what was trained is not told" in result.stderr
+    assert "trained in step" not in result.stdout
 
 
 def test_tree_is_drawn_with_a_line_for_every_call(job: Path) -> None:
@@ -185,7 +221,8 @@ def test_tree_is_drawn_with_a_line_for_every_call(job: Path) -> None:
         "fork: new-thread",
     ):
         assert part in text
-    assert len(text.splitlines()) == 9
+    assert text.splitlines()[0].strip() == "not settled: nothing of it is trained, for it has not settled yet"
+    assert len(text.splitlines()) == 10
 
 
 def test_replay_gives_a_calls_exact_prompt_and_output(job: Path) -> None:
@@ -343,6 +380,10 @@ def test_export_writes_calls_and_lineages_as_jsonl_and_parquet_that_agree(job: P
     assert json.loads(calls[2]["request"]) == {"extra": 1}
     lineages = [json.loads(line) for line in (out / "lineages.jsonl").read_text().splitlines()]
     assert (lineages[0]["run"], lineages[0]["lineage"], lineages[0]["counted_tokens"]) == ("done", 0, 1)
+    assert {(row["run"], row["purpose"], row["outcome"], row["step"]) for row in calls} == {
+        ("r", "train", None, None),
+        ("done", "train", "infra_failed", None),
+    }
     counted = sum(row["counted_tokens"] for row in calls)
     assert counted == sum(row["counted_tokens"] for row in lineages) == sum(sum(row["counted"]) for row in lineages)
     assert not list(out.glob("*.draft"))

@@ -452,6 +452,15 @@ def test_a_turn_that_the_harness_cannot_use_is_dropped_and_complained_about(new_
     assert run.check() == {MAIN: 2}
 
 
+def test_an_answer_that_the_harness_writes_anew_is_unexplained_each_time(new_run: NewRun) -> None:
+    run = new_run(GENERIC, CHAT)
+    run.ask(chat("Main.", user("Task.")), "One.")
+    for other in ("Another.", "Yet another.", "And one more."):
+        run.ask(chat("Main.", user("Task."), {"role": "assistant", "content": other}, user("Go on.")), f"After {other}")
+    assert run.forks() == {"unexplained": 3}
+    assert run.check() == {MAIN: 4}
+
+
 def test_a_history_rewritten_by_no_rule_is_told_with_both_sides(
     new_run: NewRun, caplog: pytest.LogCaptureFixture
 ) -> None:
