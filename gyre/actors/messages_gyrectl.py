@@ -139,6 +139,14 @@ class CancelRun:
     run: RunId
 
 
+@record("restart_run")
+@dataclass(frozen=True)
+class RestartRun:
+    """End what a live run does, and have it begin again as its next attempt, on a node that takes runs. -> Ok, or Refused."""
+
+    run: RunId
+
+
 @record("get_version")
 @dataclass(frozen=True)
 class GetVersion:

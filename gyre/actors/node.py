@@ -36,6 +36,7 @@ from gyre.actors.messages_gyrectl import (
     PauseJob,
     PinCell,
     ResignLeader,
+    RestartRun,
     Status,
     StopJob,
     SwitchCell,
@@ -293,6 +294,24 @@ class NodeActor(Actor):
             await self._take(known)
             self._begin_run(run, cancelled=True)
         site.say(f"{run}: cancelled by gyrectl")
+        return Ok()
+
+    @handles(RestartRun, concurrent=True)
+    async def restart(self, message: RestartRun) -> Ok:
+        """Given back, its record tells the run's actor to end what it has, and the leader to place it anew."""
+        site, run = self._site, message.run
+        known = self._runs.items.get(site.keys.run(run))
+        if known is None or known.record.state is not RunState.LIVE:
+            raise Refused(f"{run} is not live")
+        if known.record.node != site.node:
+            return await site.on(known.record.node, "node").ask(message, ORDER_S, Ok)
+        again = replace(known.record, state=RunState.QUEUED, attempt=known.record.attempt + 1, node=NOWHERE)
+        result = await site.store.commit(
+            Txn((Compare.modified(known.key, known.mod_revision),), (put_record(known.key, again),))
+        )
+        if not result.succeeded:
+            raise Refused(f"{run} has just changed; look again, and restart it again")
+        site.say(f"{run}: begins again as attempt {again.attempt}, by gyrectl")
         return Ok()
 
     async def _take(self, known: Versioned[RunRecord]) -> None:

@@ -122,7 +122,7 @@ class RunActor(Actor):
         """Another node has been given the run: whatever this attempt still does is of no use."""
         if not self._moved:
             self._moved = True
-            self._site.say(f"{self._run}: another node has it; the attempt here is ended")
+            self._site.say(f"{self._run}: it was given away; the attempt here is ended")
             if self._process is not None and self._process.alive:
                 await self._process.end(END_GRACE_S)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tomllib
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,14 @@ def check_job(spec: JobSpec, base: Path) -> list[str]:
         except GyreError as error:
             faults.append(str(error))
     return faults
+
+
+def is_node_file(file: Path) -> bool:
+    """Whether it says what a node is, and not what a job is. A file that cannot be read is neither."""
+    try:
+        return "node" in tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _model(spec: JobSpec, base: Path) -> list[str]:

@@ -112,18 +112,22 @@ def up(
 
 
 @app.command()
-def check(job: JobFile) -> None:
-    """Validate a job file: each fault is one line naming the key, the value and what is allowed."""
-    from gyre.cli.check import check_job
+def check(file: Annotated[Path, typer.Argument(help="A job file, or a node.toml.", show_default=False)]) -> None:
+    """Validate a job file or a node.toml: each fault is one line naming the key, the value and what is allowed.
+
+    gyrectl check job.toml
+    """
+    from gyre.actors.node_config import NodeConfig
+    from gyre.cli.check import check_job, is_node_file
 
     try:
-        spec = load_job(job)
-        faults = check_job(spec, job.parent)
-    except JobFileError as error:
+        if is_node_file(file):
+            NodeConfig.load(file)
+        elif faults := check_job(load_job(file), file.parent):
+            raise JobFileError(file, faults)
+    except GyreError as error:
         raise typer.Exit(_fail(error)) from error
-    if faults:
-        raise typer.Exit(_fail(JobFileError(job, faults)))
-    console.print(f"{job.name}: ok", markup=False)
+    console.print(f"{file.name}: ok", markup=False)
 
 
 @app.command()

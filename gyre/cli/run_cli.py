@@ -16,16 +16,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gyre.actors.messages_gyrectl import CancelRun
+from gyre.actors.messages_gyrectl import CancelRun, RestartRun
 from gyre.cli.client import find_job, order, reading
 from gyre.cli.run_files import RunFiles
 from gyre.cli.run_output import show, strict_json, visible
-from gyre.cli.saying import Yes, done, say
+from gyre.cli.saying import Yes, done, say, show_row
 from gyre.config import JobFileError
 from gyre.errors import BadInput, GyreError, Unavailable
 from gyre.ids import RunId
 from gyre.jobdir import JobDir
-from gyre.store.records import RunRecord, RunState
+from gyre.store.records import GroupRecord, RunRecord, RunState
 
 run_app = typer.Typer(
     help="Look into the runs of a job: what they sampled, and what of it is trained.", no_args_is_help=True
@@ -128,6 +128,57 @@ def export(
         console.print(visible(str(path)), markup=False)
     if not written.parquet:
         console.print("pyarrow is not installed, so no Parquet was written: pip install 'gyre[export]'", markup=False)
+
+
+@run_app.command("show")
+def show_run(run: Run, folder: Dir = None, as_json: AsJson = False) -> None:
+    """Show a run's record: its task, where it lives, how it ended, its reward, and the figures of its calls.
+
+    gyrectl run show t000003-07
+    """
+
+    async def work() -> dict[str, Any]:
+        async with reading(find_job(folder)) as (store, keys):
+            found = await store.get(keys.run(RunId(run)), RunRecord)
+            group = None if found is None else await store.get(f"{keys.root}groups/{found.record.group}", GroupRecord)
+        if found is None or group is None:
+            raise BadInput("run", run, "a run of the job; gyrectl run list names those that have begun")
+        record, trace = found.record, found.record.trace
+        return {
+            "run": record.run,
+            "group": record.group,
+            "task": group.record.task,
+            "purpose": group.record.purpose.value,
+            "state": record.state.value,
+            "attempt": record.attempt,
+            "node": record.node,
+            "outcome": None if record.outcome is None else record.outcome.value,
+            "reward": record.reward,
+            "reason": record.reason,
+            "step": group.record.step or None,
+            "started_unix_s": record.started_unix_s,
+            "ended_unix_s": record.ended_unix_s,
+            "calls": None if trace is None else trace.calls,
+            "sampled_tokens": None if trace is None else trace.sampled_tokens,
+            "counted_tokens": None if trace is None else trace.counted_tokens,
+            "lineages": None if trace is None else len(trace.lineages),
+            "interrupted_calls": None if trace is None else trace.interrupted_calls,
+            "max_silence_s": None if trace is None else trace.max_silence_s,
+        }
+
+    show_row(done(work), as_json=as_json)
+
+
+@run_app.command()
+def restart(run: Run, yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+    """End what a live run does, and have it begin again as its next attempt, on a node that takes runs.
+
+    gyrectl run restart t000003-07
+    """
+    if not yes:
+        typer.confirm(f"What this attempt of {run} did is lost for training. Begin it again?", abort=True, err=True)
+    done(lambda: order(find_job(folder), RestartRun(RunId(run))))
+    say(visible(f"{run}: begins again"), as_json=as_json, run=run)
 
 
 @run_app.command()

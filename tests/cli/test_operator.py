@@ -163,6 +163,21 @@ def test_a_leader_that_resigns_is_followed_at_once_and_no_run_notices(job: Job) 
     assert job.harnesses() == harnesses
 
 
+def test_a_run_that_is_restarted_begins_again_as_its_next_attempt(job: Job) -> None:
+    live = next(run.run for run in asyncio.run(job.books()).runs if run.state.value == "live")
+    before = job.harnesses(live)
+    assert "is lost for training" in gyrectl(job, "run", "restart", live).output  # and nobody says yes
+    assert read(job, "run", "restart", live, "--yes") == {"run": live}
+    assert before.keys() == {f"{live}/1"}
+    until(lambda: job.harnesses(live), lambda now: f"{live}/1" not in now, job)
+    shown = read(job, "run", "show", live)  # it waits again: who waited before it may have its place
+    assert (shown["run"], shown["attempt"], shown["purpose"], shown["outcome"]) == (live, 2, "train", None)
+    at = f"{live}: begins again as attempt 2, by gyrectl"
+    until(lambda: at in job.log, bool, job)
+    assert refused(job, "run", "restart", "nobody", "--yes") == "nobody is not live"
+    assert refused(job, "run", "show", "nobody", code=2).startswith("run: 'nobody' is not allowed; a run of the job")
+
+
 def test_runs_that_are_cancelled_settle_as_no_evidence_and_are_not_started_again(job: Job) -> None:
     runs = asyncio.run(job.books()).runs
     queued = max(run.run for run in runs if run.state.value == "queued")
@@ -176,7 +191,10 @@ def test_runs_that_are_cancelled_settle_as_no_evidence_and_are_not_started_again
         }
         assert refused(job, "run", "cancel", run, "--yes") == f"{run} is neither queued nor live"
     cancelled = {run.run: run for run in asyncio.run(job.books()).runs if run.reason == "cancelled"}
-    assert {(run.attempt, run.reward) for run in cancelled.values()} == {(1, None)}
+    attempts = {run.run: run.attempt for run in runs}
+    assert {(run.run, run.attempt, run.reward) for run in cancelled.values()} == {
+        (run, attempts[run], None) for run in (queued, live)
+    }
     assert not any(job.harnesses(run) for run in (queued, live))
 
 
