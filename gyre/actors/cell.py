@@ -287,10 +287,17 @@ class CellActor(Actor):
     # ------------------------------------------------------------------------------------------ claims
 
     def _allow_claims(self) -> None:
-        self._claims = Claims(
-            self._site, self._cell, self._processes.replica_ref, self._state.replica_version, self._busy
-        )
-        self._claiming = self.task(self._claims.work(), on_error=self._claims_failed)
+        """A cell that was to leave and is ordered back goes on with what it holds: its sums, and what is told of them."""
+        claims, works = self._claims, self._claiming is not None and not self._claiming.done()
+        if claims is not None and (works or claims.holds) and claims.version == self._state.replica_version:
+            claims.stay()
+            if works:
+                return
+        else:
+            claims = self._claims = Claims(
+                self._site, self._cell, self._processes.replica_ref, self._state.replica_version, self._busy
+            )
+        self._claiming = self.task(claims.work(), on_error=self._claims_failed)
 
     def _busy(self, busy: bool) -> None:
         self.ref.tell(_Heard(role.MicroStepBegan() if busy else role.MicroStepEnded()))

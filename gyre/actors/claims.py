@@ -60,9 +60,22 @@ class Claims:
         """The last shipment was not taken; the sums are still ours."""
         self._metrics: dict[str, float] = {}
 
+    @property
+    def holds(self) -> bool:
+        """Whether the replica has sums that nobody else tells of."""
+        return self._held > 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
     def leave(self) -> None:
         """Claim no more; what runs is finished."""
         self._leaving.set()
+
+    def stay(self) -> None:
+        """The cell does not leave after all."""
+        self._leaving.clear()
 
     async def work(self) -> None:
         """Claim and run micro-steps until `leave`. Raises Unavailable when the replica is gone."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import Coroutine
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec
 from gyre.engine.access import http_key
+from gyre.engine.ports import free_port
 from gyre.engine.sglang.command import command, environment, secret_options
 from gyre.errors import GyreError, Unavailable
 from gyre.kv_migrate.hicache_settings import HicacheSettings
@@ -68,7 +67,7 @@ async def _start_sglang(
     secrets = site.job.state / f"{name}.yaml"
     secrets.touch(mode=0o600)
     secrets.write_text(secret_options(key), encoding="utf-8")
-    port = _free_port(site.host)
+    port = free_port(site.host)
     argv = command(
         spec.engine,
         spec.cells,
@@ -105,7 +104,7 @@ def read_ready(ready_file: Path) -> str:
 
 
 def _kv_plugin(site: Site) -> HicacheSettings:
-    orders = f"{site.host}:{_free_port(site.host, site.spec.engine.tensor_parallel)}"
+    orders = f"{site.host}:{free_port(site.host, site.spec.engine.tensor_parallel)}"
     return HicacheSettings(str(site.job.secret_file), orders, site.spec.job.name, _certificates(site))
 
 
@@ -131,16 +130,3 @@ async def _serves(asking: Coroutine[None, None, None]) -> bool:
 
 def _late(limit_s: float, log: Path) -> Unavailable:
     return Unavailable(f"the engine was not ready within {limit_s:g} s; see {log}")
-
-
-def _free_port(host: str, count: int = 1) -> int:
-    """The first of `count` in a row. SGLang takes none by itself; another process may have one by then: the engine ends,
-    and is started anew."""
-    while True:
-        with ExitStack() as asked, suppress(OSError, OverflowError):
-            first = 0
-            for place in range(count):
-                one = asked.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-                one.bind((host, first and first + place))
-                first = first or int(one.getsockname()[1])
-            return first

@@ -225,7 +225,7 @@ class RunActor(Actor):
         except Refused as error:  # it was closed, and its end not written down: asked again, the gateway has its trace
             self._site.say(f"{run.run}: {error}")
         # An evaluator that an earlier gyred has started would speak for ours.
-        await self._site.outside.end_marked(f"{run.run}/{run.attempt}/evaluation")
+        await self._site.outside.end_marked(f"{folder.mark}/evaluation")
         self._site.say(f"adopted {run.run} (pid {process.ref.pid})")
         return process, ticket
 
@@ -321,7 +321,7 @@ def ticket_file(folder: RunFolder) -> Path:
 async def end_left_run(folder: RunFolder) -> None:
     """End the harness of an attempt that is not ours any more, and see to it that nobody takes it up again."""
     ticket_file(folder).unlink(missing_ok=True)
-    await _end_left(folder.root / "process.json")
+    await _end_left(folder)
 
 
 async def end_left_runs(runs: Path) -> None:
@@ -330,12 +330,13 @@ async def end_left_runs(runs: Path) -> None:
         ticket.unlink(missing_ok=True)
     async with asyncio.TaskGroup() as group:
         for path in runs.glob("*/*/process.json"):
-            group.create_task(_end_left(path), name=f"end {path.parent}")
+            folder = RunFolder.of(runs, RunId(path.parent.parent.name), int(path.parent.name))
+            group.create_task(_end_left(folder), name=f"end {path.parent}")
 
 
-async def _end_left(path: Path) -> None:
+async def _end_left(folder: RunFolder) -> None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(folder.process_file.read_text(encoding="utf-8"))
         process = ProcessRef(int(found["pid"]), int(found["start_ticks"]))
     except (OSError, ValueError, KeyError):
         return
@@ -348,5 +349,4 @@ async def _end_left(path: Path) -> None:
             async with asyncio.timeout(limit_s):
                 await process.wait()
     # A keeper that had to be killed may have left the run's processes, where no namespace ends with it.
-    run, attempt = path.parent.parts[-2:]
-    await asyncio.to_thread(keeper.end_marked, f"{run}/{attempt}")
+    await asyncio.to_thread(keeper.end_marked, folder.mark)

@@ -59,7 +59,7 @@ async def evaluate(
     place = folder.evaluation
     files = {"{workspace}": folder.workspace, "{task}": place / "task.json", "{run}": place / "run.json"}
     spec = keeper.Spec(
-        name=f"{folder.run}/{folder.attempt}/evaluation",
+        name=f"{folder.mark}/evaluation",
         argv=tuple(_filled(word, files) for word in task.evaluator),
         cwd=str(folder.workspace),
         env=clean_environment(folder.home),

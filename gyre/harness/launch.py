@@ -120,7 +120,7 @@ class HarnessProcess:
         found = read_end(self.folder)
         if found is None:
             # Without a PID namespace a killed keeper's run may have left processes behind.
-            await asyncio.to_thread(keeper.end_marked, mark(self.folder))
+            await asyncio.to_thread(keeper.end_marked, self.folder.mark)
             submitted = self._profile.submitted(self.folder)
             return HarnessExit(signal=self._sent, lost=self._sent is None, submitted=submitted)
         submitted = self._profile.submitted(self.folder)
@@ -165,7 +165,7 @@ class Launcher:
         fork = self._zygote is not None
         program = located(launch.program[0], launch.env.get("PATH", ""))
         spec = keeper.Spec(
-            name=mark(folder),
+            name=folder.mark,
             argv=((self._profile.name,) if fork else (program.path, *launch.program[1:])) + launch.arguments,
             cwd=str(folder.workspace),
             env=dict(launch.env),
@@ -309,10 +309,6 @@ def read_end(folder: RunFolder) -> keeper.End | None:
     """How the harness of this folder ended; None when that is not known (it lives, or its keeper was killed)."""
     found = _read_json(folder.exit_file)
     return None if found is None else keeper.End(**found)
-
-
-def mark(folder: RunFolder) -> str:
-    return f"{folder.run}/{folder.attempt}"
 
 
 def _child_name(folder: RunFolder) -> str:

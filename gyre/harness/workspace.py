@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class RunFolder:
     @staticmethod
     def of(runs: Path, run: RunId, attempt: int) -> RunFolder:
         return RunFolder(runs.resolve() / run / str(attempt), run, attempt)
+
+    @property
+    def mark(self) -> str:
+        """What its processes bear in their environment: its own among all runs on the machine, whichever job's or node's."""
+        return f"{self.run}/{self.attempt}/{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
 
     @property
     def workspace(self) -> Path:

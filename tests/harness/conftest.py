@@ -68,7 +68,7 @@ class Bench:
     def keep(self, folder: RunFolder, sandbox: Sandbox, *argv: str, **fields: object) -> subprocess.Popen[bytes]:
         """Start `argv` as the harness of the run in `folder`."""
         spec = keeper.Spec(
-            name=f"{folder.run}/{folder.attempt}",
+            name=folder.mark,
             argv=argv,
             cwd=str(folder.workspace),
             env={"PATH": os.environ["PATH"], "HOME": str(folder.home)},

@@ -145,7 +145,7 @@ def test_a_run_does_not_outlive_a_killed_keeper(bench: Bench, sandbox: Sandbox) 
     process.wait(timeout=30)
     assert not folder.exit_file.exists()
     if sandbox is UNCONFINED:  # its own child dies with it; the others are found by their mark
-        keeper.end_marked(f"{folder.run}/{folder.attempt}")
+        keeper.end_marked(folder.mark)
     until(lambda: not processes(f"sleep {marker}"))
 
 
@@ -159,7 +159,7 @@ def test_marks_reach_only_the_run_they_name(bench: Bench) -> None:
     first, second = bench.prepared("r1"), bench.prepared("r10")
     kept = [bench.keep(folder, UNCONFINED, "sleep", "67") for folder in (first, second)]
     until(lambda: len(processes("sleep 67")) == 2)
-    keeper.end_marked("r1/1")
+    keeper.end_marked(first.mark)
     assert kept[0].wait(timeout=30) == 128 + signal.SIGKILL
     assert kept[1].poll() is None
 

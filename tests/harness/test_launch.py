@@ -92,7 +92,7 @@ async def test_a_harness_works_in_its_workspace_with_its_own_environment_and_log
     assert seen["cwd"] == str(folder.workspace)
     assert seen["HOME"] == str(folder.home)
     assert seen["URL"] == "http://127.0.0.1:1/run/r1/key"
-    assert seen["GYRE_RUN"] == "r1/1"
+    assert seen["GYRE_RUN"] == folder.mark
     assert "SECRET_OF_THE_NODE" not in seen
     assert folder.log.read_text() == "hello\n"
 

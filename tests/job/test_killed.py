@@ -85,7 +85,12 @@ async def test_gyred_is_killed_and_then_the_gateway_with_calls_in_it(make_job: C
     job = make_job(job={"steps": 2}, batch={"staleness": 1}, harness={"max_live": 12})
     job.start()
     before = await job.until_status(
-        "runs at the gate", lambda now: now.phase == "training" and now.live == 6 == len(job.harnesses("t*"))
+        "runs at the gate, and both cells there",
+        lambda now: (
+            now.phase == "training"
+            and now.live == 6 == len(job.harnesses("t*"))
+            and all(cell.role in (Role.ROLLOUT, Role.TRAIN) for cell in now.cells)
+        ),
     )
     harnesses, gyred = job.harnesses("t*"), job.gyred()
     assert gyred

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.engine.access import http_key
+from gyre.engine.ports import free_port
 from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 
 from .servers import PYTHON
@@ -62,7 +62,7 @@ class Engine:
 
 def start(name: str, model: Path, version: int, folder: Path, *flags: str) -> Engine:
     """Begin to start one; `ready` waits for it."""
-    port, orders = _free_ports(1), _free_ports(RANKS)
+    port, orders = free_port("127.0.0.1", 1), free_port("127.0.0.1", RANKS)
     secret = folder / "secret"
     secret.write_text(SECRET, encoding="utf-8")
     # A machine under load may well be silent for half a second.
@@ -102,14 +102,3 @@ def ready(engine: Engine) -> None:
                 tail = engine.log.read_text(encoding="utf-8", errors="replace")[-4000:]
                 raise AssertionError(f"{engine.name} {'ended' if gone else 'is not ready'}:\n{tail}") from None
             time.sleep(0.25)
-
-
-def _free_ports(count: int) -> int:
-    """The first of so many neighbours."""
-    while True:
-        with ExitStack() as taken, suppress(OSError):
-            first = taken.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = int(first.getsockname()[1])
-            for number in range(port + 1, port + count):
-                taken.enter_context(socket.create_server(("127.0.0.1", number)))
-            return port

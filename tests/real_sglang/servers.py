@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.config import CellsSection, EngineSection
+from gyre.engine.ports import free_port
 from gyre.engine.sglang.command import command, environment, secret_options
 
 KEY = "a key that is shown by those who may"
@@ -47,7 +47,7 @@ class Server:
 def sglang_server(folder: Path, model: Path, *options: str, version: int = 1) -> Iterator[Server]:
     """A serving SGLang; it is ended, by force if it must be, when the block is left."""
     folder.mkdir(parents=True, exist_ok=True)
-    section, port = engine_section(*options), free_port()
+    section, port = engine_section(*options), free_port("127.0.0.1")
     secrets, log = folder / "secrets.yaml", folder / "sglang.log"
     secrets.write_text(secret_options(KEY), encoding="utf-8")
     argv = command(
@@ -103,9 +103,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
             continue
-
-
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])

@@ -25,10 +25,11 @@ from proxy.test_local_engine import model as model
 
 from gyre.actors.messages import DrainEngine, EngineRoute, SetRoutes
 from gyre.engine.client import EngineClient, EngineRefused, GenerateRequest, VersionSpan
+from gyre.engine.ports import free_port
 from gyre.ids import CellId
 from gyre.proxy.gateway import Gateway, GatewayConfig
 
-from .servers import KEY, MISSING, PYTHON, Server, free_port
+from .servers import KEY, MISSING, PYTHON, Server
 
 __all__ = ["workers"]
 
@@ -44,8 +45,8 @@ _START_S = 120.0
 @contextmanager
 def sglang_router(folder: Path, key: str, *urls: str) -> Iterator[str]:
     """A router before the workers at `urls`; its address."""
-    port = free_port()
-    addresses = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
+    port = free_port("127.0.0.1")
+    addresses = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port("127.0.0.1")))
     argv = (str(PYTHON), "-m", "sglang_router.launch_router", *addresses, *OPTIONS, "--api-key", key)
     with (folder / "router.log").open("wb") as log:
         process = subprocess.Popen(

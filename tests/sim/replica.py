@@ -74,7 +74,9 @@ class Replica(Served):
                 if message.work.micro_step in self.own:
                     raise Refused(f"{message.work.micro_step} is in these sums already")
                 self.own.append(message.work.micro_step)
-                return MicroStepDone(message.work.micro_step, 0.3, {"token_count": float(COUNTED_TOKENS)})
+                return MicroStepDone(
+                    message.work.micro_step, 0.3, {"token_count": float(COUNTED_TOKENS * len(message.work.lineages))}
+                )
             case ShipSums():
                 return await self._ship(message)
             case StageSums():

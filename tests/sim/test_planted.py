@@ -15,9 +15,10 @@ from gyre.actors import scheduler as scheduler_module
 from gyre.actors import term as term_module
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
-from gyre.actors.messages import ClusterChanged, DrainEngine, Lead, RunEnded
+from gyre.actors.messages import ClusterChanged, DrainEngine, Lead
 from gyre.actors.node import NodeActor
 from gyre.actors.scheduler import SchedulerActor
+from gyre.actors.supervision import Died
 from gyre.proxy.leftovers import Leftovers
 from gyre.sched import cell as role
 from gyre.store import election
@@ -124,10 +125,9 @@ def test_a_cell_that_does_not_tell_of_its_engine_again(monkeypatch: pytest.Monke
 
 
 def test_a_runs_end_that_the_node_does_not_take_note_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ended(self: NodeActor, message: RunEnded) -> None:
-        self._runs.drop(self._site.keys.run(message.run), message.revision)
+    async def gone(self: NodeActor, message: Died) -> None: ...
 
-    _replace_handler(monkeypatch, NodeActor, RunEnded, ended)
+    _replace_handler(monkeypatch, NodeActor, Died, gone)
     assert "nobody has seen to it" in first_violation()
 
 

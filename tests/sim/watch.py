@@ -134,6 +134,9 @@ class Watch:
         had = self._sums.get(found.digest)
         if had != wanted:
             self.violated(f"step {steps[0].step} was taken on {had}, its groups have {wanted}")
+        told, planned = steps[0].metrics["trained_tokens"], steps[0].counted_tokens
+        if told != planned:
+            self.violated(f"step {steps[0].step} says that {told:g} tokens were trained, and {planned} were planned")
 
     def _micro_steps(self, group: GroupId, step: StepRecord) -> list[MicroStepId]:
         world = self._world
