@@ -26,15 +26,22 @@ from gyre.actors.messages import (
     DrainReport,
     GetCellStatus,
     GiveBack,
+    Merged,
+    MicroStep,
+    MicroStepDone,
     Ok,
     RouteChanged,
+    RunMicroStep,
+    ShipSums,
+    SumsShipped,
+    SumsStaged,
 )
 from gyre.actors.messages_gyrectl import CellStatus
-from gyre.actors.runtime import Actor, ActorSystem, Backoff, handles
+from gyre.actors.runtime import Actor, ActorSystem, Backoff, Ref, handles
 from gyre.actors.site import Site
 from gyre.children import ExitStatus
 from gyre.errors import GyreError, Unavailable
-from gyre.ids import CellId
+from gyre.ids import CellId, MicroStepId
 from gyre.store.protocol import Compare, Txn
 from gyre.store.records import CellRoleRecord, NodeRecord, Role, SwitchRecord
 from gyre.store.typed import put_record
@@ -77,6 +84,10 @@ class Machine:
     done: list[str] = field(default_factory=list)
     faults: dict[str, GyreError] = field(default_factory=dict)
     hold: dict[str, asyncio.Event] = field(default_factory=dict)
+    replica_ref: Ref | None = None
+    work: list[MicroStep] = field(default_factory=list)
+    """What the core has to give to those who claim."""
+    staged: list[SumsStaged] = field(default_factory=list)
 
     async def do(self, what: str) -> None:
         self.done.append(what)
@@ -100,7 +111,7 @@ class Processes:
         self.engine: Process | None = None
         self.replica: Process | None = None
         self.engine_url = ""
-        self.replica_ref = None
+        self.replica_ref = self.machine.replica_ref
 
     def say_ended(self, child: Process, status: ExitStatus) -> None:
         return
@@ -186,7 +197,12 @@ class Others(Actor):
     async def claim(self, message: ClaimMicroStep) -> Claim:
         if "claim" not in self._machine.done[-1:]:
             await self._machine.do("claim")
-        return Claim(None, {})
+        return Claim(self._machine.work.pop(0) if self._machine.work else None, {})
+
+    @handles(SumsStaged)
+    async def sums(self, message: SumsStaged) -> Merged:
+        self._machine.staged.append(message)
+        return Merged(True)
 
     @handles(GiveBack)
     async def give_back(self, _: GiveBack) -> Ok:
@@ -201,6 +217,25 @@ class Others(Actor):
     @handles(CoreLost)
     async def lost(self, _: CoreLost) -> None:
         await self._machine.do("core lost")
+
+
+class Trainer(Actor):
+    """The replica's actor: each micro-step has ten tokens."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._own: list[MicroStepId] = []
+
+    @handles(RunMicroStep)
+    async def run(self, message: RunMicroStep) -> MicroStepDone:
+        await self._machine.do(f"run {message.work.micro_step}")
+        self._own.append(message.work.micro_step)
+        return MicroStepDone(message.work.micro_step, 0.1, {"token_count": 10.0})
+
+    @handles(ShipSums)
+    async def ship(self, message: ShipSums) -> SumsShipped:
+        shipped, self._own = tuple(self._own), []
+        return SumsShipped(message.transfer, shipped, 4)
 
 
 @dataclass
@@ -260,6 +295,7 @@ async def a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await follow(site, system)
         for name in ("gateway", "core", "scheduler"):
             site.refs[name] = system.spawn(name, lambda: Others(machine))
+        machine.replica_ref = system.spawn("trainer", lambda: Trainer(machine))
         site.refs["cell-c0"] = system.spawn("cell-c0", lambda: CellActor(site, CELL), restart=Backoff(initial_s=0.01))
         yield Bench(site, machine)
     await site.store.store.close()
@@ -289,6 +325,34 @@ async def test_a_switch_there_and_back_and_its_record(tmp_path: Path, monkeypatc
         told = {name: drain.attributes[name] for name in ("requests", "moved_blocks", "stop_s", "move_s")}
         assert told == {"requests": "2", "moved_blocks": "3", "stop_s": "0.1", "move_s": "0.2"}
         assert (back.start, back.end, back.reason) == (Role.TRAIN, Role.ROLLOUT, "")
+
+
+async def test_a_cell_that_is_ordered_back_in_a_micro_step_tells_of_all_that_it_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Role] = []
+    look = CellActor._look_at_order  # pyright: ignore[reportPrivateUsage]
+
+    def look_and_note(self: CellActor) -> None:
+        look(self)
+        heard.extend(order.desired for order in self._orders.records)  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(CellActor, "_look_at_order", look_and_note)
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        machine = bench.machine
+        await bench.in_rollout()
+        machine.work = [MicroStep(MicroStepId(name), 1, 0, (), 10) for name in ("one", "two")]
+        machine.hold["run one"] = asyncio.Event()
+        await bench.order(Role.TRAIN)
+        await until(lambda: "run one" in machine.done)
+        for back in (Role.ROLLOUT, Role.TRAIN):
+            await bench.order(back)
+            await until(lambda back=back: heard[-1] is back)
+            await bench.status()  # what it has heard it has taken in
+        machine.hold["run one"].set()
+        await until(lambda: sum(len(sums.micro_steps) for sums in machine.staged) == 2)
+        told = sum(sums.metrics["token_count"] for sums in machine.staged)
+        assert told == 20.0
 
 
 async def test_a_gateway_that_has_joined_anew_is_told_of_the_engine(
