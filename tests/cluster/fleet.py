@@ -173,11 +173,15 @@ class Fleet(Job):
         await self.until_record(f"step {count}", self.keys.step(count), StepRecord, lambda _: True)
 
     def gyrectl(self, *words: str) -> str:
-        """What gyrectl printed, asked of the first node that runs."""
+        """What gyrectl printed, asked of the first node that runs; again while that has not come up yet."""
         command = [sys.executable, "-m", "gyre.cli.gyrectl", *words, "--dir", str(self.dir.root)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        deadline_s = time.monotonic() + END_S
+        while True:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stdout
+            assert "is not running" in done.stderr or "cannot be reached" in done.stderr, done.stderr
+            assert time.monotonic() < deadline_s, done.stderr
 
     async def leader(self) -> str:
         found = await self.until_record("a leader", self.keys.leader, LeaderRecord, lambda _: True)
