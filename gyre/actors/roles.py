@@ -58,8 +58,8 @@ class Roles:
         for cell, epoch in list(self._switched.items()):
             if records[cell].epoch != epoch or records[cell].rested >= epoch:
                 del self._switched[cell]
-        plan = decide(self._cluster(records, progress, gateway, paused=paused), self._params)
         pinned, standing = self._view.pinned, self._standing(records)
+        plan = decide(self._cluster(records, standing, progress, gateway, paused=paused), self._params)
         for cell, desired in plan.desired.items():
             if roles[cell].record.desired is not desired or (cell in due and cell in back):
                 reason = "it is pinned" if cell in pinned else "its node drains" if cell in standing else plan.reason
@@ -104,6 +104,7 @@ class Roles:
     def _cluster(
         self,
         roles: Mapping[CellId, CellRoleRecord],
+        standing: Mapping[CellId, Role],
         progress: Progress,
         gateway: GatewayStatus | None,
         *,
@@ -111,7 +112,7 @@ class Roles:
     ) -> ClusterView:
         spec, view, measures = self._site.spec, self._view, self._measures
         in_flight = gateway.in_flight if gateway else {}
-        runs, standing = view.runs.records, self._standing(roles)
+        runs = view.runs.records
         past = batch_of(progress.step, spec.batch.groups).stop
         later = [
             trace
