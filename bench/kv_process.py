@@ -1,6 +1,8 @@
-"""The source of bench_kv in a process of its own: `kv_process.py KIND...`, each a transport, beside a plain socket.
+"""The source of bench_kv in a process of its own: `kv_process.py KIND PKI`, a transport beside a plain socket.
 
-Writes one line: the plain socket's port, then address and epoch of each transport. Then for each line that it reads, the
+With PKI, a folder, both sides have certificates from there and all goes over TLS, as between machines; else a shared secret.
+
+Writes one line: the plain socket's port, then address and epoch of the transport. Then for each line that it reads, the
 processor seconds that it and its children have used. It ends with its input.
 """
 
@@ -14,9 +16,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from gyre.credentials import Credentials
 from gyre.kv_migrate.choice import Choice, Kind
-from gyre.kv_migrate.greeting import SharedSecret
+from gyre.kv_migrate.greeting import Certificates, SharedSecret
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.mooncake import MooncakeTransport
 from gyre.kv_migrate.tcp import TcpTransport
@@ -28,10 +32,14 @@ STEP = 7919
 """A prime: blocks that follow each other in a manifest lie far apart in memory."""
 
 
-async def open_transport(kind: Kind) -> Transport:
+async def open_transport(kind: Kind, pki: str, name: str) -> Transport:
+    """That of peer `name`, which has a certificate in the folder `pki`; without one, the secret."""
+    folder = Path(pki)
+    credentials = Credentials(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    greeting = Certificates(credentials) if pki else SECRET
     if kind is Kind.TCP:
-        return await TcpTransport.open(SECRET)
-    return await MooncakeTransport.open(Choice(kind, "asked for"), SECRET)
+        return await TcpTransport.open(greeting)
+    return await MooncakeTransport.open(Choice(kind, "asked for"), greeting)
 
 
 @dataclass
@@ -69,17 +77,15 @@ async def main() -> None:
     memory = Memory()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve_plainly, args=(listener, memory.view), daemon=True).start()
-    transports = [await open_transport(Kind(kind)) for kind in sys.argv[1:]]
-    for transport in transports:
-        transport.register(memory)
-    told = [[transport.describe(), transport.epoch] for transport in transports]
-    print(json.dumps([listener.getsockname()[1], told]), flush=True)
+    kind, pki = sys.argv[1:]
+    transport = await open_transport(Kind(kind), pki, "source")
+    transport.register(memory)
+    print(json.dumps([listener.getsockname()[1], transport.describe(), transport.epoch]), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.readline():
         print(sum(os.times()[:2]), flush=True)
-    for transport in transports:
-        await transport.close()
+    await transport.close()
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ class Engine:
 
 @asynccontextmanager
 async def engines(folder: Path, model: Path, cells: Sequence[str], *options: str) -> AsyncGenerator[dict[str, Engine]]:
-    """A process of the local engine for each cell, with version 1 of `model`."""
+    """A process of the local engine for each cell, with version 1 of `model`. Those of one folder have one secret."""
     secret = folder / "secret"
-    secret.write_text(secrets.token_hex(16))
+    if not secret.exists():
+        secret.write_text(secrets.token_hex(16))
     started: dict[str, tuple[Path, subprocess.Popen[bytes]]] = {}
     try:
         for cell in cells:
@@ -67,6 +68,8 @@ async def replica(folder: Path, model: Path) -> AsyncGenerator[RemoteRef]:
         "micro_batch_tokens": 4096,
         "threads": 1,
         "sums_dtype": "float32",
+        "ranks": 1,
+        "first_device": 0,
         "far": None,
     }
     argv = (sys.executable, "-m", "gyre.actors.replica_process", address, str(secret), json.dumps(config))
@@ -86,18 +89,25 @@ async def replica(folder: Path, model: Path) -> AsyncGenerator[RemoteRef]:
         _end(process)
 
 
-def write_model(folder: Path) -> None:
-    """Qwen3's layout over random weights, 27 million of them in float32; the tokenizer is not its own."""
-    hidden, inner, layers, vocabulary = 512, 1536, 8, 256
+def write_model(folder: Path, hidden: int, layers: int, context_tokens: int) -> None:
+    """Qwen3's layout over random weights in float32, with the vocabulary of the model that is in the folder.
+
+    They are large enough for greedy answers to be long.
+    """
+    inner = 3 * hidden
     config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+    config |= {"max_position_embeddings": context_tokens}
     noise = torch.Generator().manual_seed(1)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=noise) / columns**0.5
+        return torch.randn(rows, columns, generator=noise) * 1.5 / columns**0.5
 
-    weights = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "model.norm.weight": torch.ones(hidden)}
+    weights = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
     for layer in range(layers):
         at = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):

@@ -312,7 +312,7 @@ class Children:
         except (KeyError, TypeError, ValueError):
             log.warning("the record of child %s cannot be read and is passed over", name)
             return None
-        if boot != _boot():  # start times count from the boot: none of that one's processes is here
+        if boot != boot_id():  # start times count from the boot: none of that one's processes is here
             process, launcher = ProcessRef(process.pid, -1), ProcessRef(launcher.pid, -1)
         return Child(name, process, launcher, digest, self._directory)
 
@@ -345,7 +345,8 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(pid, fields[0] in "ZX", int(fields[3]), int(fields[19]))
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """Which start of the machine this is."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 

@@ -10,12 +10,12 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gyre.errors import GyreError
+from gyre.errors import BadInput
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
@@ -26,6 +26,8 @@ PLACEHOLDERS = ("base_url", "instruction", "workspace", "home")
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 """Every brace there is a placeholder's, or one of a doubled pair that stands for itself."""
 _VARIABLE = re.compile(r"[^\s={}\0]+")
+_KEY_DEPTH = 2
+"""Parts of a key's name: its section, and its own."""
 _OWN_VARIABLES = ("PATH", "HOME", "GYRE_RUN")
 """What a run's environment has whatever the job says: how programs are found, where it may write, whose it is."""
 
@@ -38,12 +40,16 @@ SGLANG_SET = (
 """Options of SGLang's that follow from the job file (gyre/engine/sglang/command.py)."""
 
 
-class JobFileError(GyreError):
-    """A job file that cannot be used; `faults` has one line each."""
+class FileError(BadInput):
+    """A file that people write, and that cannot be used; `faults` has one line each."""
 
     def __init__(self, path: Path, faults: list[str]) -> None:
-        super().__init__("\n".join(f"{path.name}: {fault}" for fault in faults))
+        super().__init__("file", str(path), "; ".join(faults))
+        self.args = ("\n".join(f"{path.name}: {fault}" for fault in faults),)
         self.faults = faults
+
+
+Validated = TypeVar("Validated", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -137,11 +143,16 @@ class CellsSection(Section):
     slots: Annotated[int, Field(ge=1, le=1024)] = 4
     """Runs a cell's engine serves at a time without slowing."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """CPU threads of an engine, and of each rank of a replica."""
+    train_ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share one replica out among them (tensor parallel)."""
     block_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     cache_tokens: Annotated[int, Field(ge=256)] = 65536
     """KV cache of one engine, in tokens."""
     resting_kv_mib_s: Annotated[int, Field(ge=0, le=1_000_000)] = 256
     """MiB a second that an engine takes over of prefixes that no request waits for, when another leaves; 0: no bound."""
+    kv_silence_s: Annotated[float, Field(gt=0, le=60)] = 0.45
+    """An engine that says nothing for so long while its KV is to move is given up, and the KV computed again."""
 
     @model_validator(mode="after")
     def _room_for_two_blocks(self) -> CellsSection:
@@ -152,7 +163,10 @@ class CellsSection(Section):
 
 class EngineSection(Section):
     kind: Literal["local", "sglang"] = "local"
-    """`local`: Gyre's small CPU engine. `sglang`: SGLang 0.5.23 (docs/sglang.md); what follows is for it alone."""
+    """`local`: Gyre's small CPU engine. `sglang`: SGLang 0.5.23 (docs/sglang.md)."""
+    kv_transport: Literal["auto", "tcp", "mooncake", "mooncake-tcp"] = "auto"
+    """What carries KV blocks between the engines (docs/kv-migration.md), SGLang's where `moves_kv`. What follows is SGLang's
+    alone."""
     python: str = ""
     """The Python that has SGLang; a path with a slash in it starts from the job file's folder."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -160,9 +174,13 @@ class EngineSection(Section):
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """GPUs of one cell."""
     moves_kv: bool = False
-    """KV blocks go ahead of a request that goes on at another cell, by Gyre's plug-in for HiCache. Of one rank only."""
+    """KV blocks go ahead of a request that goes on at another cell, by Gyre's plug-in for HiCache."""
     options: tuple[str, ...] = ()
     """Further options of SGLang's command line."""
+
+    def first_gpu(self, place: int) -> int:
+        """Of its node's `place`-th cell. Cells of the local engine, which has no use for one, train on the same."""
+        return place * self.tensor_parallel if self.kind == "sglang" else 0
 
     @field_validator("options")
     @classmethod
@@ -178,8 +196,11 @@ class EngineSection(Section):
             raise ValueError("the kind sglang needs python: the Python that has SGLang")
         fields = type(self).model_fields
         given = [name for name in fields if name != "kind" and getattr(self, name) != fields[name].default]
-        if self.kind == "local" and given:
-            raise ValueError(f"{', '.join(given)}: for the kind sglang alone")
+        if self.kind == "sglang" and "kv_transport" in given and not self.moves_kv:
+            raise ValueError("kv_transport: the kind sglang moves KV only with moves_kv = true")
+        of_sglang = [name for name in given if name != "kv_transport"]
+        if self.kind == "local" and of_sglang:
+            raise ValueError(f"{', '.join(of_sglang)}: for the kind sglang alone")
         return self
 
 
@@ -297,51 +318,65 @@ class JobSpec(Section):
         return JobSpec.model_validate_json(text)
 
 
-_ALLOWED = {
-    "missing": "this key is required",
-    "extra_forbidden": "no such key",
-}
-
-
 def load_job(path: Path, overrides: dict[str, Any] | None = None) -> JobSpec:
     """The validated job in the TOML file at `path`.
 
     `overrides` maps dotted keys ("job.steps") to values that replace the file's (command-line options).
-    Raises JobFileError with one line a fault.
+    Raises FileError with one line a fault.
     """
-    try:
-        plain: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobFileError(path, [f"cannot be read ({error.strerror})"]) from error
-    except RecursionError:
-        raise JobFileError(path, ["is not TOML that can be read: it is nested too deep"]) from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
-        raise JobFileError(path, [f"is not TOML: {str(error).splitlines()[0]}"]) from error
-    unprintable = _with_nul(plain)
-    if unprintable:
-        raise JobFileError(path, [f"{key}: a NUL character is not allowed" for key in unprintable])
+    plain = read_toml(path)
+    if plain.keys() & {"node", "cluster"} or not plain.keys() & JobSpec.model_fields.keys():
+        required = ", ".join(f"[{name}]" for name, field in JobSpec.model_fields.items() if field.is_required())
+        others = {
+            "node": "it says what a node is, and not what a job is",
+            "cluster": "it says how a cluster is reached, and not what a job is",
+        }
+        none = f"neither a job file, which has {required}, nor a node's, which has [node], nor gyrectl's, which has [cluster]"
+        raise FileError(path, [next((said for key, said in others.items() if key in plain), none)])
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         target = plain.setdefault(section, {})
         if isinstance(target, dict):
             target[name] = value
+    return validated(path, plain, JobSpec)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What stands in the file at `path`. Raises FileError."""
     try:
-        spec = JobSpec.model_validate_json(json.dumps(plain, default=str))
+        plain: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(path, [f"cannot be read ({error.strerror})"]) from error
+    except RecursionError:
+        raise FileError(path, ["is not TOML that can be read: it is nested too deep"]) from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
+        raise FileError(path, [f"is not TOML: {str(error).splitlines()[0]}"]) from error
+    unprintable = _with_nul(plain)
+    if unprintable:
+        raise FileError(path, [f"{key}: a NUL character is not allowed" for key in unprintable])
+    return plain
+
+
+def validated(path: Path, plain: dict[str, Any], model: type[Validated]) -> Validated:
+    """`plain`, the content of the file at `path`, as a `model`. Raises FileError with one line a fault."""
+    try:
+        return model.model_validate_json(json.dumps(plain, default=str))
     except ValidationError as error:
-        raise JobFileError(path, [_fault(plain, dict(item)) for item in error.errors()]) from error
-    return spec
+        raise FileError(path, [_fault(model, dict(item)) for item in error.errors()]) from error
 
 
-def _fault(plain: dict[str, Any], item: dict[str, Any]) -> str:
+def _fault(model: type[BaseModel], item: dict[str, Any]) -> str:
     location = [part for part in item["loc"] if isinstance(part, str | int)]
     key = ".".join(_shown(part) for part in location)
     kind = str(item["type"])
     if kind == "extra_forbidden":
-        known = ", ".join(sorted(_known(location[:-1])))
+        known = ", ".join(sorted(_known(model, location[:-1])))
         return f"{key}: no such key; allowed here: {known}"
     if kind == "missing":
         return f"{key}: required, and not there"
     message = str(item["msg"]).removeprefix("Value error, ")
+    if kind == "value_error" and location and len(location) < _KEY_DEPTH:  # of a section as a whole
+        return f"{key}: {message}"
     return f"{key}: {_clipped(item['input'])} is not allowed; {message[0].lower()}{message[1:]}"
 
 
@@ -363,11 +398,11 @@ def _shown(part: str | int) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _known(location: list[str | int]) -> list[str]:
-    model: Any = JobSpec
+def _known(model: type[BaseModel], location: list[str | int]) -> list[str]:
+    found: Any = model
     for part in location:
-        model = model.model_fields[str(part)].annotation
-    return list(model.model_fields)
+        found = found.model_fields[str(part)].annotation
+    return list(found.model_fields)
 
 
 def _clipped(value: object) -> str:

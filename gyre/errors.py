@@ -25,6 +25,10 @@ class Unavailable(GyreError):
     """A process or a peer could not be reached within its deadline."""
 
 
+class NameTaken(GyreError):
+    """Another living gyred is in the cluster under our node's name."""
+
+
 class Refused(GyreError):
     """The other side understood and said no: a stale token, an old attempt, a version that does not match."""
 
@@ -32,6 +36,14 @@ class Refused(GyreError):
 class NotLetIn(Refused, Unavailable):
     """The other side and we do not accept each other: a certificate, a name, a life that is over. It cannot be reached
     until that has changed, and then it can."""
+
+
+class NotLoaded(Refused):
+    """A replica does not hold the parameters that were asked for: it has to load them before it is of use."""
+
+
+class OthersAway(Refused):
+    """What it takes is with others, who cannot be reached just now: who was asked has not failed, and can do it later."""
 
 
 class StorageFull(GyreError):

@@ -1,8 +1,8 @@
 """Where a job keeps its things on one node: every path in one place.
 
 Everything durable is under the job's folder. Sockets live in a short private folder under the temporary directory,
-since the kernel bounds the length of a socket's path, and the optimizer's state on its way to disk in one of shared
-memory, which outlives a process and not the machine.
+since the kernel bounds the length of a socket's path. The optimizer's state on its way to disk, and snapshots of other
+nodes, are in folders of shared memory, which outlives a process and not the machine.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ def is_private(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def _clear(path: Path) -> None:
+    if is_private(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -120,14 +125,22 @@ class JobDir:
         return _SHARED_MEMORY / self._short_name
 
     @property
+    def snapshots_in_memory(self) -> Path:
+        """Copies of what other nodes hold (gyre.actors.snapshot_folders), and gone after a clean end."""
+        return _SHARED_MEMORY / f"{self._short_name}-snapshots"
+
+    @property
     def _short_name(self) -> str:
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
         return f"gyre-{os.getuid()}-{digest}"
 
     def clear_staging(self) -> None:
         """Forget what a killed replica has staged: no job goes on from it."""
-        if is_private(self.staging):
-            shutil.rmtree(self.staging, ignore_errors=True)
+        _clear(self.staging)
+
+    def clear_snapshots_in_memory(self) -> None:
+        """What an engine has mapped of them stays with it."""
+        _clear(self.snapshots_in_memory)
 
     def address(self, name: str) -> str:
         """The remote address of the actor `name` on this node."""

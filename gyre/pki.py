@@ -2,7 +2,7 @@
 
     init(folder, "lab", 3650)                     # ca.pem, ca.key
     issue(folder, "node-a", Kind.NODE, 365, ("10.0.0.1",))
-    issue(folder, "ada", Kind.CLIENT, 90)         # for a person's gyrectl
+    issue(folder, "ada", Kind.CLIENT, 90)         # for a person, or a program of theirs
 
 A certificate's common name is the node's id (or the person's name), its organisational unit says which of the two it is;
 a client's cannot be used to serve. The addresses in a node's are for other programs (etcd) that check them. Keys are

@@ -50,8 +50,9 @@ class Service:
         if self._ready:
             self._say("READY=1")
 
-    def stopping(self, status: str) -> None:
-        self._say("STOPPING=1", f"STATUS={status}")
+    def stopping(self, status: str, within_s: float) -> None:
+        """The end has begun; a manager that would kill sooner is asked for that long."""
+        self._say("STOPPING=1", f"EXTEND_TIMEOUT_USEC={round(within_s * 1e6)}", f"STATUS={status}")
 
     async def show_life(self) -> None:
         """For ever, from the event loop that does the work: one that hangs shows none."""

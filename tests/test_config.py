@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gyre.config import JobFileError, JobSpec, load_job
+from gyre.config import FileError, JobSpec, load_job
 
 GOOD = """
 [job]
@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def faults(folder: Path, text: str) -> list[str]:
-    with pytest.raises(JobFileError) as error:
+    with pytest.raises(FileError) as error:
         load_job(write(folder, text))
     return error.value.faults
 
@@ -89,7 +89,7 @@ def test_the_profile_command_has_no_use_for_a_configuration_file(tmp_path: Path)
 def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     assert load_job(path, {"job.steps": 9, "job.seed": 4}).job.steps == 9
-    with pytest.raises(JobFileError, match=r"job\.steps: 0 is not allowed"):
+    with pytest.raises(FileError, match=r"job\.steps: 0 is not allowed"):
         load_job(path, {"job.steps": 0})
 
 
@@ -129,11 +129,19 @@ def test_options_replace_the_files_values_and_are_validated_like_them(tmp_path: 
         ),
         (
             ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'"),
-            "engine: {'kind': 'sglang'} is not allowed; the kind sglang needs python",
+            "engine: the kind sglang needs python",
         ),
         (
             ("steps = 3", "steps = 3\n[engine]\ntensor_parallel = 2"),
-            "engine: {'tensor_parallel': 2} is not allowed; tensor_parallel: for the kind sglang alone",
+            "engine: tensor_parallel: for the kind sglang alone",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[engine]\nkv_transport = 'rdma'"),
+            "engine.kv_transport: 'rdma' is not allowed; input should be 'auto', 'tcp', 'mooncake' or 'mooncake-tcp'",
+        ),
+        (
+            ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'\npython = 'p'\nkv_transport = 'mooncake'"),
+            "engine: kv_transport: the kind sglang moves KV only with moves_kv = true",
         ),
         (
             ("steps = 3", "steps = 3\n[engine]\nkind = 'sglang'\npython = 'p'\noptions = ['--port=1']"),
@@ -156,7 +164,7 @@ def test_every_fault_is_named_not_only_the_first(tmp_path: Path) -> None:
 
 def test_what_is_no_toml_and_what_is_no_file(tmp_path: Path) -> None:
     assert faults(tmp_path, "[job\n")[0].startswith("is not TOML")
-    with pytest.raises(JobFileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         load_job(tmp_path / "absent.toml")
 
 

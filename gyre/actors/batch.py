@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gyre.actors.messages import MicroStep, StepDone
+from gyre.actors.messages_replica import MicroStep, StepDone
 from gyre.ids import CellId, MicroStepId, NodeId
 from gyre.store.records import StepRecord
 from gyre.train.batch import GroupPlan

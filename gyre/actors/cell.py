@@ -20,14 +20,14 @@ from gyre.actors.gateways import STAGE_S, Gateways, insist
 from gyre.actors.messages import (
     Authority,
     ClusterChanged,
-    CoreLeaving,
-    CoreLost,
     DrainEngine,
+    DrainReport,
     EngineRoute,
     GetCellStatus,
-    GiveBack,
+    LeaveEngine,
     Ok,
 )
+from gyre.actors.messages_core import CoreLeaving, CoreLost, GiveBack
 from gyre.actors.messages_gyrectl import CellStatus
 from gyre.actors.mirror import Mirror
 from gyre.actors.runtime import Actor, handles
@@ -74,6 +74,8 @@ class CellActor(Actor):
         self._claims: Claims | None = None
         self._claiming: asyncio.Task[None] | None = None
         self._accepting = False
+        self._leaving = False
+        """The node ends: our engine takes no request any more."""
         self._orders = Mirror(site.store, site.keys.cell_role(cell), CellRoleRecord)
 
     async def pre_start(self) -> None:
@@ -160,7 +162,7 @@ class CellActor(Actor):
         if isinstance(event, role.StageFailed | role.StageTimedOut):
             reason = event.reason if isinstance(event, role.StageFailed) else f"no end within {STAGE_S:g} s"
             self._log.failed(f"{event.stage.value}: {reason}")
-            self._site.say(f"{self._cell}: {event.stage.value} failed ({reason})")
+            self._site.warn(f"{self._cell}: {event.stage.value} failed ({reason})")
         if isinstance(event, role.EngineDied | role.ReplicaDied):
             self._log.failed(event.reason)
         for action in actions:
@@ -176,7 +178,7 @@ class CellActor(Actor):
                 if self._processes.engine_url:
                     await self._route()
             case role.OpenRouting():
-                self._accepting = True
+                self._accepting = not self._leaving
                 await self._route()
             case role.Report(now, reason):
                 if reason:
@@ -185,7 +187,7 @@ class CellActor(Actor):
                 if now is Role.FAILED and [spec.cell for spec in site.directory.specs] == [self._cell]:
                     site.fail(f"the only cell failed: {reason}")
             case role.Refuse(reason):
-                site.say(f"{self._cell}: an order is refused: {reason}")
+                site.warn(f"{self._cell}: an order is refused: {reason}")
             case role.AllowClaims():
                 self._allow_claims()
             case role.StopClaims():
@@ -349,6 +351,14 @@ class CellActor(Actor):
         if left is not None and left.accepting:
             await self._gateways.route(replace(left, accepting=False))
 
+    @handles(LeaveEngine, concurrent=True)
+    async def leave_engine(self, _: LeaveEngine) -> DrainReport:
+        self._leaving, self._accepting = True, False
+        if self._processes.engine_url:
+            await self._route()
+        report, _left = await self._gateways.drain(DrainEngine(self._cell, move=True))
+        return report
+
     @handles(ClusterChanged)
     async def on_cluster_changed(self, _: ClusterChanged) -> None:
         """A gateway that has joined, or joined again, has to know our engine."""
@@ -378,4 +388,5 @@ class CellActor(Actor):
             in_flight=gateway.in_flight.get(self._cell, 0) if gateway else 0,
             engine_pid=engine.pid if engine and engine.alive else 0,
             replica_pid=replica.pid if replica and replica.alive else 0,
+            kv_carrier=self._processes.kv_carrier,
         )

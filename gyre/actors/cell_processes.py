@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gyre.actors.engine_process import read_ready, start
-from gyre.actors.messages import LoadSnapshot, Offload, Ok, Ping, Ready
+from gyre.actors.messages import Ok, Ping
+from gyre.actors.messages_replica import LoadSnapshot, Offload, Ready
 from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
 from gyre.children import Child, ChildSpec, ExitStatus
@@ -56,6 +57,8 @@ class CellProcesses:
         self.engine: Child | None = None
         self.replica: Child | None = None
         self.engine_url = ""
+        self.kv_carrier = ""
+        """As the engine said when it began, or was adopted: it is decided once."""
         self._client: EngineClient | None = None
         self._remote: RemoteRef = site.connect(self.replica_name)
         self._ended: deque[int] = deque(maxlen=8)
@@ -124,7 +127,7 @@ class CellProcesses:
         if observed not in _SERVING | _RELEASED | {Role.PENDING_WEIGHTS}:
             await client.close()
             return None
-        self.engine_url, self._client = url, client
+        self.engine_url, self._client, self.kv_carrier = url, client, info.kv_carrier
         self._site.say(f"adopted {self.engine_name} (pid {child.pid})")
         # One that was about to load weights may name a version that it does not hold.
         return AdoptedEngine(info.version if observed in _SERVING else -1, observed in _RELEASED)
@@ -133,9 +136,13 @@ class CellProcesses:
         """End what is left of the engine and start it with snapshot `version`."""
         site = self._site
         await self.stop_engine()
-        model, place = await site.held.hold(version), site.cells.index(self.cell)
-        self.engine, self.engine_url = await start(site, self.engine_name, place, model, version, self._ready_file)
+        place, ready_file = site.cells.index(self.cell), self._ready_file
+        async with site.held.held(version) as model:
+            self.engine, self.engine_url = await start(site, self.engine_name, place, model, version, ready_file)
         self._client = self._connect(self.engine_url)
+        self.kv_carrier = (await self._client.info()).kv_carrier
+        if self.kv_carrier:
+            site.say(f"{self.engine_name}: KV blocks move over {self.kv_carrier}")
 
     def _connect(self, url: str) -> EngineClient:
         return self._site.outside.engine(url, http_key(self._site.secret), self._site.spec.engine.kind)
@@ -143,7 +150,7 @@ class CellProcesses:
     async def stop_engine(self) -> None:
         """End the engine, if there is one. Its end is no news to anybody: it is forgotten first."""
         await self._forget_client()
-        self.engine = None
+        self.engine, self.kv_carrier = None, ""
         await self._end(self.engine_name)
 
     async def end_requests(self) -> None:
@@ -158,7 +165,8 @@ class CellProcesses:
 
     async def load_weights(self, version: int) -> int:
         """The engine takes the snapshot's weights; the version that it then reports."""
-        await self.client.update_weights(str(await self._site.held.hold(version)), version)
+        async with self._site.held.held(version) as snapshot:
+            await self.client.update_weights(str(snapshot), version)
         return (await self.client.info()).version
 
     # ------------------------------------------------------------------------------------------ replica
@@ -192,6 +200,8 @@ class CellProcesses:
             "micro_batch_tokens": spec.batch.micro_step_tokens,
             "threads": spec.cells.threads,
             "sums_dtype": spec.batch.sums_dtype,
+            "ranks": spec.cells.train_ranks,
+            "first_device": spec.engine.first_gpu(site.cells.index(self.cell)),
             "far": site.far(self.replica_name),
         }
         address = site.child_address(self.replica_name)
@@ -224,8 +234,8 @@ class CellProcesses:
         await self._end(self.replica_name)
 
     async def load_replica(self, version: int) -> int:
-        snapshot = await self._site.held.hold(version)
-        ready = await self._remote.ask(LoadSnapshot(str(snapshot), version), REPLICA_S, Ready)
+        async with self._site.held.held(version, torn=True) as snapshot:
+            ready = await self._remote.ask(LoadSnapshot(str(snapshot), version), REPLICA_S, Ready)
         return ready.version
 
     async def offload_replica(self) -> None:

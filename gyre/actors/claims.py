@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 
-from gyre.actors.messages import (
-    Claim,
-    ClaimMicroStep,
-    DropOwnSums,
-    GiveBack,
-    Merged,
-    MicroStep,
-    MicroStepDone,
-    Ok,
-    Place,
-    RunMicroStep,
-    ShipSums,
-    SumsShipped,
-    SumsStaged,
-)
+from gyre.actors.messages import Ok, Place
+from gyre.actors.messages_core import Claim, ClaimMicroStep, GiveBack, Merged, SumsStaged
+from gyre.actors.messages_replica import DropOwnSums, MicroStep, MicroStepDone, RunMicroStep, ShipSums, SumsShipped
 from gyre.actors.remote import RemoteRef
 from gyre.actors.site import Site
-from gyre.errors import GyreError, Refused, Unavailable
-from gyre.ids import CellId, NodeId
+from gyre.errors import GyreError, NotLoaded, OthersAway, Refused, Unavailable
+from gyre.ids import CellId, MicroStepId, NodeId
 
 ASK_S = 600.0
 """For an answer of the core actor, which may wait for its replica's turn."""
@@ -54,16 +43,16 @@ class Claims:
         self._version = version
         self._on_busy = on_busy
         self._leaving = asyncio.Event()
-        self._held = 0
+        self._done: dict[MicroStepId, Mapping[str, float]] = {}
+        """What was run and not shipped, and its metrics. The replica may hold less: a new core has its replica drop all."""
         self._failures = 0
         self._kept = False
         """The last shipment was not taken; the sums are still ours."""
-        self._metrics: dict[str, float] = {}
 
     @property
     def holds(self) -> bool:
         """Whether the replica has sums that nobody else tells of."""
-        return self._held > 0
+        return bool(self._done)
 
     @property
     def version(self) -> int:
@@ -78,7 +67,11 @@ class Claims:
         self._leaving.clear()
 
     async def work(self) -> None:
-        """Claim and run micro-steps until `leave`. Raises Unavailable when the replica is gone."""
+        """Claim and run micro-steps until `leave`.
+
+        Raises Unavailable when the replica is gone, and NotLoaded when it does not hold our version any more: a step that
+        was given up leaves it so, and our cell may hear late that it has to end it.
+        """
         while not self._leaving.is_set():
             claim = await self._site.core.ask(ClaimMicroStep(self._cell, self._version), ASK_S, Claim)
             if claim.work is not None:
@@ -94,26 +87,33 @@ class Claims:
     async def _run(self, work: MicroStep, homes: Mapping[str, NodeId]) -> None:
         gateways = {run: self._site.place(node, "gateway") for run, node in homes.items()}
         if away := sorted({homes[run] for run, place in gateways.items() if place is None}):
-            # It is there anew in a moment, or its runs are run again elsewhere: nobody has failed.
-            await self._ship()
-            await self._drop(f"{work.micro_step} waits for the gateway of {', '.join(away)}")
-            await asyncio.sleep(FAILED_S)
+            await self._put_off(f"{work.micro_step} waits for the gateway of {', '.join(away)}")
             return
+        away = ""
         self._on_busy(True)
         try:
             order = RunMicroStep(work, {run: place for run, place in gateways.items() if place is not None})
             done = await self._replica.ask(order, MICRO_STEP_S, MicroStepDone)
-        except Unavailable:
+        except (Unavailable, NotLoaded):  # no micro-step has failed
             raise
+        except OthersAway as error:
+            away = str(error)
         except GyreError as error:
             await self._fail(f"{work.micro_step} on {self._cell} failed ({error})")
         else:
-            self._held += 1
             self._failures = 0
             sums = {**done.metrics, "seconds_sum": done.seconds, "tokens_count": float(work.tokens)}
-            self._metrics = {name: self._metrics.get(name, 0.0) + value for name, value in sums.items()}
+            self._done[work.micro_step] = sums
         finally:
             self._on_busy(False)
+        if away:
+            await self._put_off(f"{work.micro_step} waits ({away})")
+
+    async def _put_off(self, reason: str) -> None:
+        """What it takes is there anew in a moment, or its runs are run again elsewhere: nobody has failed."""
+        await self._ship()
+        await self._drop(reason)
+        await asyncio.sleep(FAILED_S)
 
     async def _fail(self, reason: str) -> None:
         """What the replica holds cannot be told any more: forget it and let the micro-steps be done again."""
@@ -125,8 +125,8 @@ class Claims:
 
     async def _drop(self, reason: str) -> None:
         self._site.say(f"{reason}; its micro-steps are given back")
-        self._held, self._kept = 0, False
-        self._metrics.clear()
+        self._kept = False
+        self._done.clear()
         await self._replica.ask(DropOwnSums(), MICRO_STEP_S, Ok)
         await self._site.core.ask(GiveBack(self._cell), ASK_S, Ok)
 
@@ -143,13 +143,13 @@ class Claims:
 
         False: the core's replica does not take them now. They stay ours as long as the ledger lets us hold them.
         """
-        if not self._held:
+        if not self._done:
             return True
         # A new name each time: a transfer whose answer was lost may lie staged, and is never merged.
         transfer = f"{self._cell}-{secrets.token_hex(6)}"
         try:
             shipped = await self._replica.ask(ShipSums(self._core(), transfer), SHIP_S, SumsShipped)
-        except Unavailable:
+        except (Unavailable, NotLoaded):
             raise
         except GyreError as error:
             if self._cell == self._site.core_cell:
@@ -159,10 +159,12 @@ class Claims:
                 self._site.say(f"the sums of {self._cell} are shipped later ({error})")
             self._kept = True
             return False
-        metrics = {**self._metrics, "sums_error_sum": shipped.error, "transfer_count": 1.0}
-        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, metrics)
-        self._held, self._kept = 0, False
-        self._metrics.clear()
+        metrics = Counter({"sums_error_sum": shipped.error, "transfer_count": 1.0})
+        for name in shipped.micro_steps:
+            metrics.update(self._done[name])
+        message = SumsStaged(self._cell, transfer, shipped.micro_steps, self._version, dict(metrics))
+        self._kept = False
+        self._done.clear()
         await self._site.core.ask(message, ASK_S, Merged)
         return True
 

@@ -26,7 +26,7 @@ async def copied(site: Site, version: int, digest: str) -> None:
             try:
                 await site.on(node, "node").ask(message, ASK_S, Ok)
             except GyreError as error:
-                site.say(f"{node} does not have snapshot {version} yet: {error}")
+                site.warn(f"{node} does not have snapshot {version} yet: {error}")
             else:
                 return True
             await asyncio.sleep(RETRY_S)

@@ -22,27 +22,22 @@ from dataclasses import dataclass
 
 from gyre.actors.batch import Batch, Stepping, step_record
 from gyre.actors.copies import copied
-from gyre.actors.held import KEEP_SNAPSHOTS
-from gyre.actors.messages import (
+from gyre.actors.messages import ClusterChanged, Ok
+from gyre.actors.messages_core import (
     Claim,
     ClaimMicroStep,
-    ClusterChanged,
     CoreLeaving,
     CoreLost,
-    DropSums,
     GetProgress,
     GiveBack,
     Lead,
     Merged,
-    MergeSums,
-    Ok,
-    OptimizerStep,
     Progress,
     Progressed,
-    StepDone,
     SumsStaged,
     WhoLeads,
 )
+from gyre.actors.messages_replica import DropSums, MergeSums, OptimizerStep, StepDone
 from gyre.actors.publication import Publication, Published
 from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
@@ -63,7 +58,7 @@ from gyre.store.records import (
 from gyre.store.typed import Versioned
 from gyre.train.batch import SettledGroup, SettledRun, learning_rate, plan
 from gyre.train.ledger import Ledger
-from gyre.train.snapshot import keep_newest, snapshot_path
+from gyre.train.snapshot import snapshot_path
 from gyre.wire import record
 
 REPLICA_S = 600.0
@@ -119,7 +114,7 @@ class CoreActor(Actor):
         self._merging = False
         self._stepping: Stepping | None = None
         self._taken: StepDone | None = None
-        """The step is taken, its snapshot is on the disks of two nodes if there are two, and it is not published yet."""
+        """The step is taken, its snapshot is with two nodes if there are two, and it is not published yet."""
         self._outdated: GroupRecord | None = None
         """A group that was opened again during the step: if the step is given up, its plan is worth nothing."""
         self._stepped = asyncio.Event()
@@ -274,7 +269,7 @@ class CoreActor(Actor):
                 return Merged(False)
             why = batch.ledger.refusal(message.transfer, message.cell, message.micro_steps, message.version)
             if not batch.ledger.shipped(message.transfer, message.cell, message.micro_steps, message.version):
-                self._site.say(f"sums of {message.cell} are refused: {why}")
+                self._site.warn(f"sums of {message.cell} are refused: {why}")
                 return Merged(False)
             self._merging = True
             try:
@@ -432,6 +427,7 @@ class CoreActor(Actor):
             had = f"{stepped_on} of {self._stepping.micro_steps} micro-steps"
             await self.step_failed(_StepFailed(f"the core's replica had the sums of {had}; nothing is published"))
             return
+        self._site.snapshots.folders.has_come(snapshot_path(self._site.job.snapshots, done.version))
         self.task(self._copied(done), lambda message: message)
 
     async def _copied(self, done: StepDone) -> _Copied:
@@ -479,10 +475,10 @@ class CoreActor(Actor):
             f"step {step.step}: mean reward {step.mean_reward:.3f}, {step.counted_tokens} tokens, version {done.version}"
         )
         if behind := int(done.metrics.get("moments_behind", 0)):
-            site.say(f"step {step.step}: the optimizer's state lacked {behind} steps, whose checkpoint is not there")
+            site.warn(f"step {step.step}: the optimizer's state lacked {behind} steps, whose checkpoint is not there")
         self._ready, self._fresh = False, stepping.losses != self._losses
         self._end_step()
-        keep_newest(site.job.snapshots, KEEP_SNAPSHOTS)
+        site.snapshots.folders.keep_newest()
         await self._go_on_from(now)
 
     async def _go_on_from(self, published: Versioned[SnapshotRecord]) -> None:

@@ -1,7 +1,9 @@
 """What gyred runs: one node of a job, from the first actor to the last child; in a cluster, one job after the other.
 
-A gyred that is told to end (StopJob, SIGTERM, the job's end) ends all of its children; at SIGTERM, one among others first
-has them take its queued runs. One that dies leaves its children, and the next one's actors adopt them.
+A gyred that is told to end (StopJob, SIGTERM, the job's end) ends all of its children. SIGTERM of one among others is a
+drain: others take its queued runs, those that live here have `node.drain_s` to come to their end, and what its engines
+have of other nodes' runs goes on there with its KV; a second SIGTERM ends the waiting. One that dies leaves its children,
+and the next one's actors adopt them.
 """
 
 from __future__ import annotations
@@ -11,17 +13,16 @@ import fcntl
 import json
 import os
 import secrets
-import signal
 from collections.abc import Callable, Generator
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 from gyre.actors.cell import CellActor
 from gyre.actors.core import CoreActor
 from gyre.actors.directory import Directory
 from gyre.actors.gateway import GatewayActor
+from gyre.actors.leaving import Told, end_when_told
 from gyre.actors.membership import MembershipActor
-from gyre.actors.messages import Leave, Ok
 from gyre.actors.node import NodeActor
 from gyre.actors.node_config import NodeConfig
 from gyre.actors.peers import Peers
@@ -31,10 +32,11 @@ from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
 from gyre.actors.snapshot_service import SnapshotService
-from gyre.children import Children, start_ticks
+from gyre.actors.waiting import seen_waiting
+from gyre.children import Children, boot_id, start_ticks
 from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
-from gyre.errors import GyreError, Unavailable
+from gyre.errors import NameTaken, Unavailable
 from gyre.harness.confine import choose
 from gyre.harness.launch import Launcher
 from gyre.harness.profiles import Settings, profile
@@ -55,23 +57,13 @@ from gyre.store.records import (
 )
 from gyre.store.typed import TypedStore, put_record
 from gyre.telemetry.tracing import Tracing
-from gyre.train.whole_folder import clear_unfinished
 
 STOP_S = 2.0
 """For an actor to end what it is at; then it is cancelled, for it may wait for somebody who does not answer."""
 STOP_ALL_S = 15.0
 END_GRACE_S = 5.0
-LEAVE_S = 5.0
-"""For others to take the queued runs of a node that was told to end; then it ends all the same."""
-
-
-class Told:
-    """Whether gyred was told to end by a signal, whatever it is at."""
-
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.ended.set)
+END_S = STOP_ALL_S + 2 * END_GRACE_S + 20.0
+"""What the end takes at most once all is given away, and some room."""
 
 
 async def run_node(config: NodeConfig, service: Service) -> None:
@@ -96,7 +88,7 @@ async def _run_jobs(config: NodeConfig, told: Told, service: Service) -> None:
     with _alone(config.job.root):
         done = ""
         while not told.ended.is_set():
-            current = await _next_job(config.store, cluster, done, told, service)
+            current = await _next_job(config, cluster, done, told, service)
             if current is not None:
                 job = JobDir(config.job.root / "jobs" / current.name)
                 await _make_ready(config, job, current, cluster)
@@ -115,23 +107,26 @@ def _alone(folder: Path) -> Generator[None]:
         yield
 
 
-async def _next_job(store_url: str, cluster: str, done: str, told: Told, service: Service) -> CurrentJobRecord | None:
+async def _next_job(
+    config: NodeConfig, cluster: str, done: str, told: Told, service: Service
+) -> CurrentJobRecord | None:
     """The cluster's job, as soon as there is one that has not ended; None when gyred is told to end before."""
-    store = TypedStore(open_store(store_url))
-    key = current_key(cluster)
+    store = TypedStore(open_store(config.store))
+    key, membership = current_key(cluster), config.membership
+    assert membership is not None
 
     async def wait() -> CurrentJobRecord:
         while True:
             listing = await store.range(key, CurrentJobRecord)
             for item in listing.items:
-                found = await store.get(keys_for(store_url, item.record.name).job, JobRecord)
+                found = await store.get(keys_for(config.store, item.record.name).job, JobRecord)
                 over = found is not None and found.record.state in (JobState.FINISHED, JobState.FAILED)
                 if item.record.name != done and not over:
                     return item.record
-            service.ready("waits for a job")
-            async with aclosing(store.watch(key, CurrentJobRecord, listing.revision + 1)) as changes:
-                async for _ in changes:
-                    break
+            _clear_memory(config)
+            async with seen_waiting(config.name, membership, store, cluster):
+                service.ready("waits for a job")
+                await store.next_change(key, CurrentJobRecord, listing.revision + 1)
 
     waiting, ending = asyncio.ensure_future(wait()), asyncio.ensure_future(told.ended.wait())
     try:
@@ -146,6 +141,10 @@ async def _next_job(store_url: str, cluster: str, done: str, told: Told, service
 
 async def _make_ready(config: NodeConfig, job: JobDir, current: CurrentJobRecord, cluster: str) -> None:
     """The job's folder on this node, with the secret that the cluster's processes share."""
+    bound_bytes = config.membership.snapshot_memory_bytes if config.membership else 0
+    if not job.job_file.exists() or not bound_bytes:
+        job.clear_snapshots_in_memory()  # of a job whose folder was deleted, or of a bound that was there before
+    _clear_memory(config, job)
     job.create()
     job.job_file.write_text(current.spec, encoding="utf-8")
     lines = (f"{key} = {json.dumps(value)}" for key, value in config.to_plain(job).items())
@@ -162,8 +161,15 @@ async def _make_ready(config: NodeConfig, job: JobDir, current: CurrentJobRecord
         await store.store.close()
 
 
+def _clear_memory(config: NodeConfig, but: JobDir | None = None) -> None:
+    """Of what a gyred that was killed has left of jobs that the cluster works on no more."""
+    for folder in (config.job.root / "jobs").glob("*"):
+        if (job := JobDir(folder)) != but:
+            job.clear_snapshots_in_memory()
+
+
 async def _run_job(config: NodeConfig, job: JobDir, spec: JobSpec, told: Told, service: Service) -> None:
-    """Until the job has ended, or gyred is told to end."""
+    """Until the job has ended, or gyred is told to end. Raises NameTaken when another living gyred has the node's name."""
     store = open_store(config.store)
     tracing = Tracing("gyred", spec.telemetry.otlp_endpoint)
     own = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
@@ -171,9 +177,17 @@ async def _run_job(config: NodeConfig, job: JobDir, spec: JobSpec, told: Told, s
     try:
         site = await _site(config, job, spec, TypedStore(store), tracing)
         ended = asyncio.Event()
-        signalled = asyncio.ensure_future(_end_when_told(site, told, ended, service))
+        taken: list[NameTaken] = []
+
+        def end_for(error: NameTaken) -> None:
+            taken.append(error)
+            site.stopping = True
+            ended.set()
+
+        drain_s = config.membership.drain_s if config.membership else 0.0
+        signalled = asyncio.ensure_future(end_when_told(site, told, ended, service, drain_s, END_S))
         if not any(name.startswith("replica") and child.alive for name, child in site.children.adopt().items()):
-            clear_unfinished(job.snapshots)
+            site.snapshots.folders.clear_unfinished()
         try:
             async with (
                 asyncio.timeout(None) as limit,
@@ -182,46 +196,27 @@ async def _run_job(config: NodeConfig, job: JobDir, spec: JobSpec, told: Told, s
             ):
                 if site.peers is not None:
                     await stack.enter_async_context(site.peers)
-                await _people(site, system, ended)
-                async with serve(site.refs["node"], job.address("node"), site.secret):
-                    service.ready(f"works on {spec.job.name}")
-                    await ended.wait()
+                if await _people(site, system, ended, end_for):
+                    async with serve(site.refs["node"], job.address("node"), site.secret):
+                        service.ready(f"works on {spec.job.name}")
+                        await ended.wait()
                 limit.reschedule(asyncio.get_running_loop().time() + STOP_ALL_S)
                 await stop_people(site)
         except TimeoutError:
-            site.say(f"not every actor has stopped within {STOP_ALL_S:g} s; the children are ended all the same")
+            site.warn(f"not every actor has stopped within {STOP_ALL_S:g} s; the children are ended all the same")
         finally:
             signalled.cancel()
         await site.launcher.stop()
         await end_left_runs(job.runs)
         await site.children.end_all(END_GRACE_S)
         await end_left_runs(job.runs)  # those that were just being started
+        job.clear_snapshots_in_memory()
         job.gyred_file.unlink(missing_ok=True)
     finally:
         tracing.close()
         await store.close()
-
-
-async def _end_when_told(site: Site, told: Told, ended: asyncio.Event, service: Service) -> None:
-    await told.ended.wait()
-    service.stopping("ends what it has at hand")
-    if not site.stopping:
-        site.say("ending: gyred was sent a signal to end")
-        await _leave(site)
-    site.stopping = True
-    ended.set()
-
-
-async def _leave(site: Site) -> None:
-    """Have others take the runs that wait here: they need not wait until we are gone."""
-    if not any(node != site.node for node in site.directory.nodes):
-        return
-    try:
-        async with asyncio.timeout(LEAVE_S):
-            for name in ("member", "node"):
-                await site.refs[name].ask(Leave(), LEAVE_S, Ok)
-    except (TimeoutError, GyreError, KeyError) as error:  # KeyError: it was just beginning
-        site.say(f"nobody has taken the runs that wait here; they are taken when we are gone ({error!r})")
+    if taken:
+        raise taken[0]
 
 
 async def _site(config: NodeConfig, job: JobDir, spec: JobSpec, store: TypedStore, tracing: Tracing) -> Site:
@@ -251,9 +246,11 @@ async def _site(config: NodeConfig, job: JobDir, spec: JobSpec, store: TypedStor
         active_before_s=before.record.active_s if before else 0.0,
         cells=_cells(config, spec),
         directory=Directory(store, keys),
+        home=_home(config.job.root),
     )
     if membership is not None:
         site.host, site.credentials = membership.host, membership.credentials
+        site.snapshot_memory_bytes = membership.snapshot_memory_bytes
 
         def find(actor: str) -> LocalRef:
             ref = site.refs.get(actor)
@@ -265,21 +262,30 @@ async def _site(config: NodeConfig, job: JobDir, spec: JobSpec, store: TypedStor
     return site
 
 
+def _home(folder: Path) -> str:
+    """Tells a gyred of this folder from every other that lives: its lock is ours, and a copy of it is another. After a
+    start of the machine it is another too; whoever was there before is dead then."""
+    status = folder.stat()
+    return f"{boot_id()}/{status.st_dev}/{status.st_ino}"
+
+
 def _cells(config: NodeConfig, spec: JobSpec) -> tuple[CellId, ...]:
     if config.membership is None:
         return tuple(CellId(f"c{index}") for index in range(spec.cells.count))
     return tuple(CellId(f"{config.name}-c{index}") for index in range(config.membership.cells))
 
 
-async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None:
-    """Spawn the node's actors. Membership and scheduler come first: a leader makes the first snapshot, which the others
-    start from."""
+async def _people(site: Site, system: ActorSystem, ended: asyncio.Event, on_taken: Callable[[NameTaken], None]) -> bool:
+    """Spawn the node's actors; False: it was ended before it had joined. Membership comes first, for nobody acts under a
+    name that is another's; then the scheduler: a leader makes the first snapshot, which the others start from."""
     restart = Backoff()
 
     def spawn_core(factory: Callable[[], CoreActor]) -> LocalRef:
         return system.spawn("core", factory, restart=restart)
 
-    site.refs["member"] = system.spawn("member", lambda: MembershipActor(site, spawn_core), restart=restart)
+    site.refs["member"] = system.spawn("member", lambda: MembershipActor(site, spawn_core, on_taken), restart=restart)
+    if not await joined(site, ended):
+        return False
     site.refs["snapshots"] = system.spawn("snapshots", lambda: SnapshotService(site.snapshots), restart=restart)
     site.refs["scheduler"] = system.spawn("scheduler", lambda: SchedulerActor(site), restart=restart)
     await first_snapshot(site)
@@ -289,16 +295,24 @@ async def _people(site: Site, system: ActorSystem, ended: asyncio.Event) -> None
             f"cell-{cell}", lambda cell=cell: CellActor(site, cell), restart=restart
         )
     site.refs["node"] = system.spawn("node", lambda: NodeActor(site, ended), restart=restart)
+    return True
+
+
+async def joined(site: Site, ended: asyncio.Event) -> bool:
+    """Whether the node has joined; False when it was ended before."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (site.joined, ended)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return site.joined.is_set()
 
 
 async def first_snapshot(site: Site) -> None:
     """Until there is one."""
-    listing = await site.store.range(site.keys.snapshot, SnapshotRecord)
-    if not listing.items:
-        async with aclosing(site.store.watch(site.keys.snapshot, SnapshotRecord, listing.revision + 1)) as changes:
-            async for change in changes:
-                if change.now is not None:
-                    return
+    while not (listing := await site.store.range(site.keys.snapshot, SnapshotRecord)).items:
+        await site.store.next_change(site.keys.snapshot, SnapshotRecord, listing.revision + 1)
 
 
 async def stop_people(site: Site) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gyre.actors.mirror import Mirror
 from gyre.ids import CellId, NodeId
+from gyre.sched.placement import Room
 from gyre.store.records import (
     CellSpecRecord,
     ChildRecord,
@@ -66,9 +67,19 @@ class Directory:
         return None if found is None else found.record
 
     @property
+    def drains(self) -> dict[NodeId, Versioned[DrainRecord]]:
+        """What a person has said of nodes that are to have no work any more."""
+        return {item.record.node: item for item in self._drains.items.values()}
+
+    @property
     def draining(self) -> set[NodeId]:
-        """The nodes of which a person has said so."""
-        return {drain.node for drain in self._drains.records}
+        return set(self.drains)
+
+    @property
+    def rooms(self) -> list[Room]:
+        """The nodes that are there, as runs are given to them."""
+        drains = self.drains
+        return [Room(node, item.record.max_live, node in drains) for node, item in self.nodes.items()]
 
     @property
     def specs(self) -> list[CellSpecRecord]:

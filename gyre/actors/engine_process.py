@@ -44,7 +44,7 @@ async def _start_local(site: Site, name: str, model: Path, version: int, ready_f
         *(sys.executable, "-m", "gyre.engine.local", "--model", str(model), "--version", str(version)),
         *("--ready-file", str(ready_file), "--secret-file", str(site.job.secret_file)),
         *("--threads", str(cells.threads), "--block-tokens", str(cells.block_tokens)),
-        *("--cache-tokens", str(cells.cache_tokens)),
+        *("--cache-tokens", str(cells.cache_tokens), "--kv-transport", site.spec.engine.kv_transport),
         *("--host", site.host),
         *(("--certificates", *certificates) if certificates else ()),
     )
@@ -105,7 +105,14 @@ def read_ready(ready_file: Path) -> str:
 
 def _kv_plugin(site: Site) -> HicacheSettings:
     orders = f"{site.host}:{free_port(site.host, site.spec.engine.tensor_parallel)}"
-    return HicacheSettings(str(site.job.secret_file), orders, site.spec.job.name, _certificates(site))
+    return HicacheSettings(
+        str(site.job.secret_file),
+        orders,
+        site.spec.job.name,
+        _certificates(site),
+        site.spec.engine.kv_transport,
+        silence_s=site.spec.cells.kv_silence_s,
+    )
 
 
 def _certificates(site: Site) -> tuple[str, ...]:

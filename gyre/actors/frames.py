@@ -17,7 +17,7 @@ import msgpack
 
 from gyre.actors.pipe import Broken
 from gyre.actors.supervision import ActorFailed, ActorStopped, MailboxFull
-from gyre.errors import BadInput, GyreError, Refused, StorageFull, Unavailable
+from gyre.errors import BadInput, GyreError, NotLoaded, OthersAway, Refused, StorageFull, Unavailable
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _AROUND_BODY_BYTES = 512
@@ -70,7 +70,10 @@ def plain(data: bytes | bytearray) -> Any:
 
 _ERRORS: dict[str, type[GyreError]] = {
     kind.__name__: kind
-    for kind in (GyreError, BadInput, Refused, Unavailable, StorageFull, MailboxFull, ActorStopped, ActorFailed)
+    for kind in (
+        *(GyreError, BadInput, Refused, NotLoaded, OthersAway, Unavailable, StorageFull),
+        *(MailboxFull, ActorStopped, ActorFailed),
+    )
 }
 
 

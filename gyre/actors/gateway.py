@@ -111,6 +111,7 @@ class GatewayActor(Actor):
             "request_bytes": spec.limits.request_bytes,
             "block_tokens": spec.cells.block_tokens,
             "resting_kv_mib_s": spec.cells.resting_kv_mib_s,
+            "kv_silence_s": spec.cells.kv_silence_s,
             "fsync": spec.journal.fsync == "call",
             "copies_dir": str(site.job.copies) if site.has_copies else None,
             "node": site.node,

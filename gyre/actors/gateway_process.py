@@ -51,7 +51,6 @@ from gyre.errors import GyreError, Refused
 from gyre.jobdir import key_for
 from gyre.proxy.collector import calm_collector
 from gyre.proxy.gateway import Gateway, GatewayConfig
-from gyre.proxy.held_copies import HeldCopies
 from gyre.trajectory.records import RunTrace
 
 
@@ -98,34 +97,28 @@ class GatewayFront(Actor):
 
     @handles(CopyTo)
     async def copy_to(self, message: CopyTo) -> Ok:
-        self._gateway.copy_to(message, None if message.place is None else self._ways().to(message.place))
+        self._gateway.copies.copy_to(message, None if message.place is None else self._ways().to(message.place))
         return Ok()
 
     @handles(GetCopies, concurrent=True)
     async def copies_status(self, _: GetCopies) -> Copies:
-        return self._gateway.copies_status()
+        return self._gateway.copies.status()
 
     @handles(TakeOver, concurrent=True)
     async def take_over(self, message: TakeOver) -> Taken:
-        return await self._gateway.take_over(message)
+        return await self._gateway.copies.take_over(message)
 
     @handles(AskHeld, concurrent=True)
     async def held(self, message: AskHeld) -> Held:
-        return await asyncio.to_thread(self._copies.held, message)
+        return await self._gateway.copies.hold(message)
 
     @handles(CopyJournal, concurrent=True)
     async def copy(self, message: CopyJournal) -> Held:
-        return await asyncio.to_thread(self._copies.copy, message)
+        return await self._gateway.copies.hold(message)
 
     @handles(PutAway, concurrent=True)
     async def put_away(self, message: PutAway) -> Held:
-        return await asyncio.to_thread(self._copies.put_away, message)
-
-    @property
-    def _copies(self) -> HeldCopies:
-        if self._gateway.copies is None:
-            raise Refused("this gateway keeps no copies")
-        return self._gateway.copies
+        return await self._gateway.copies.hold(message)
 
 
 async def run(address: str, secret_file: Path, config: dict[str, Any]) -> None:

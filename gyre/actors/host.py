@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gyre.actors.inspection import ActorInfo
 from gyre.actors.mailbox import Broken, Envelope, Mailbox
-from gyre.actors.reference import FOREVER_S, LocalRef, handling_until_s
+from gyre.actors.reference import LocalRef
 from gyre.actors.supervision import ActorFailed, ActorStopped, Backoff, Died, Failure, Overflow
 from gyre.actors.tally import Tally
 from gyre.actors.watches import Watchers, Watches
+from gyre.deadline import FOREVER_S, handling_until_s, outlive_request
 from gyre.errors import BadInput, GyreError
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Host:
         on_error: Callable[[Exception], object | None] | None,
     ) -> asyncio.Task[None]:
         async def run() -> None:
-            handling_until_s.set(FOREVER_S)  # it may go on after the request in which it was begun
+            outlive_request()
             try:
                 try:
                     result = await work
@@ -194,7 +195,7 @@ class Host:
     # ------------------------------------------------------------------ the actor's life
 
     async def _run(self) -> None:
-        handling_until_s.set(FOREVER_S)  # it may be spawned while an ask is handled
+        outlive_request()  # it may be spawned while an ask is handled
         failed_at_s: deque[float] = deque()
         try:
             while (failing := await self._live()) is not None:

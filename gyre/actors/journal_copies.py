@@ -66,7 +66,7 @@ class JournalCopies:
                         await self._tell(self._order())
                         await self._look_through()
                     except GyreError as error:
-                        site.say(f"the copies of journals are not in order yet: {error}")
+                        site.warn(f"the copies of journals are not in order yet: {error}")
                         await asyncio.sleep(RETRY_S)
                         continue
                 await self._news.wait()
@@ -77,7 +77,12 @@ class JournalCopies:
         if order == self._told:
             return
         if self._told is None or order.node != self._told.node:
-            self._site.say(f"journals are copied to {order.node}" if order.node else "journals have no copy just now")
+            if not order.node:
+                self._site.warn("journals have no copy just now")
+            elif self._told is None:
+                self._site.say(f"journals are copied to {order.node}")
+            else:
+                self._site.warn(f"journals are copied to {order.node}")
         await self._site.gateway.ask(order, TELL_S, Ok)
         self._told = order
 

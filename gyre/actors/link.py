@@ -18,7 +18,7 @@ from gyre.actors import frames
 from gyre.actors.frames import ANSWER, BYE, ERROR, FORGET, WATCH, Frame
 from gyre.actors.handshake import Party
 from gyre.actors.pipe import Broken, Pipe
-from gyre.actors.reference import LocalRef
+from gyre.actors.reference import Served
 from gyre.actors.supervision import ActorFailed, MailboxFull
 from gyre.actors.watches import Watches
 from gyre.errors import GyreError, NotLetIn, Unavailable
@@ -56,7 +56,7 @@ class Outgoing:
 class Link:
     """`find` gives the local actor that the peer names; it raises GyreError."""
 
-    def __init__(self, pipe: Pipe, name: str, peer: Party, find: Callable[[str], LocalRef]) -> None:
+    def __init__(self, pipe: Pipe, name: str, peer: Party, find: Callable[[str], Served]) -> None:
         self.peer = peer
         self.open = True
         self.opened_s = asyncio.get_running_loop().time()

@@ -4,7 +4,11 @@ It keeps the node's record under a lease, so that others know that it is there; 
 node's cells and gateway of a new snapshot; and has the core actor begin and end here as the leader places the core.
 
 A lease that is lost says that others may have given the node up. It joins again at once; its runs that were given to
-others meanwhile are then theirs, and its cells tell every gateway of their engines anew.
+others meanwhile are then theirs, and its cells tell every gateway of their engines anew. So it does when its record is
+gone though the lease stands.
+
+One name is one gyred's. While another's record stands, from another home, it does not join: one that begins waits for as
+long as the lease of a dead one may last, and one that was there ends.
 """
 
 from __future__ import annotations
@@ -17,23 +21,32 @@ from gyre.actors.core import CoreActor
 from gyre.actors.messages import Authority, ClusterChanged, JobFailed, Leave, Ok
 from gyre.actors.runtime import Actor, LocalRef, handles
 from gyre.actors.site import Site
-from gyre.errors import Unavailable
-from gyre.store.protocol import Lease, LeaseLost, Txn
+from gyre.errors import NameTaken, Unavailable
+from gyre.store.protocol import Compare, Lease, LeaseLost, Put, Txn
 from gyre.store.records import CellSpecRecord, ChildRecord, NodeRecord
 from gyre.store.typed import put_record
 
 LEASE_S = 10.0
 JOIN_PAUSE_S = 1.0
+NAME_S = 1.5 * LEASE_S
+"""For the lease of another under our name to end, which it does where that one is dead."""
 STOP_S = 2.0
 REPEAT_S = 1.0
 
 
 class MembershipActor(Actor):
-    """`spawn_core` makes the core actor as one of the node's own, which outlives a failure of this one."""
+    """`spawn_core` makes the core actor as one of the node's own, which outlives a failure of this one. `on_taken` is
+    called when another living gyred has the node's name: ours has to end."""
 
-    def __init__(self, site: Site, spawn_core: Callable[[Callable[[], CoreActor]], LocalRef]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        spawn_core: Callable[[Callable[[], CoreActor]], LocalRef],
+        on_taken: Callable[[NameTaken], None],
+    ) -> None:
         self._site = site
         self._spawn_core = spawn_core
+        self._on_taken = on_taken
         self._lease: Lease | None = None
         self._children: dict[str, str] = {}
         """What is written of our children, by name."""
@@ -59,19 +72,42 @@ class MembershipActor(Actor):
     # ------------------------------------------------------------------------------------------ being there
 
     async def _stay(self) -> None:
-        """Join, hold the lease until it is lost, and join again, for ever."""
+        """Join, hold the lease until it is lost, and join again, until another has our name."""
         site = self._site
+        since_s: float | None = None
+        """Since when another was seen that has our name, of a gyred that has not joined yet."""
         while True:
             try:
                 self._lease = lease = await site.store.store.lease(LEASE_S)
+            except Unavailable:
+                await asyncio.sleep(JOIN_PAUSE_S)
+                continue
+            try:
+                await self._look_for_room()
                 await self._join(lease)
                 while True:
                     await asyncio.sleep(lease.ttl_s / 3)
                     with suppress(Unavailable):  # it is proven still; when it is not any more it is lost
                         await lease.keep_alive()
+                        if not await self._stands(lease):
+                            site.warn(f"{site.node} has to join the cluster again: its record is gone")
+                            await self._join(lease)
+                    if await self._look_for_room():
+                        await self._write_me(lease)
                     await self._write_children(lease)
             except LeaseLost as error:
-                site.say(f"{site.node} has to join the cluster again: {error}")
+                site.warn(f"{site.node} has to join the cluster again: {error}")
+            except NameTaken as error:
+                with suppress(LeaseLost, Unavailable):
+                    await lease.revoke()
+                now_s = site.outside.monotonic_s()
+                if since_s is None:
+                    site.warn(str(error))
+                    since_s = now_s
+                if site.joined.is_set() or now_s - since_s > NAME_S:
+                    self._on_taken(error)
+                    return
+                await asyncio.sleep(JOIN_PAUSE_S)
             except Unavailable:
                 await asyncio.sleep(JOIN_PAUSE_S)
 
@@ -79,12 +115,46 @@ class MembershipActor(Actor):
         site, keys = self._site, self._site.keys
         self._children = {}
         specs = [CellSpecRecord(cell, site.node, site.spec.cells.slots) for cell in site.cells]
-        puts = (
-            put_record(keys.node(site.node), self._me(), lease.id),
-            *(put_record(keys.cell_spec(s.cell), s) for s in specs),
-        )
-        await site.store.commit(Txn(puts=puts))
+        await self._write_me(lease, *(put_record(keys.cell_spec(s.cell), s) for s in specs))
         await self._write_children(lease)
+        if not site.joined.is_set():
+            site.joined.set()
+            self.ref.tell(ClusterChanged())  # the core may have been placed here before
+
+    async def _look_for_room(self) -> bool:
+        """Whether runs can begin here has changed."""
+        site = self._site
+        why = await site.outside.no_room(site.job.runs)
+        if why == site.trouble:
+            return False
+        site.trouble = why
+        if why:
+            site.warn(f"{site.node} gets no runs for now: {why}")
+        else:
+            site.say(f"{site.node} takes runs again")
+            if (node := site.refs.get("node")) is not None:
+                node.tell(ClusterChanged())
+        return True
+
+    async def _write_me(self, lease: Lease, *others: Put) -> None:
+        """Our record, and what goes with it. Raises NameTaken while that of another home stands."""
+        site, key = self._site, self._site.keys.node(self._site.node)
+        while True:
+            found = await site.store.get(key, NodeRecord)
+            if found is not None and found.record.home != site.home:
+                raise NameTaken(
+                    f"another gyred, at {found.record.address or 'an unknown address'}, is in the cluster as "
+                    f"{site.node}; a node needs a name of its own (name in its node.toml), or the other has to end first"
+                )
+            compare = Compare.modified(key, found.mod_revision if found else 0)
+            put = put_record(key, self._me(), lease.id)
+            if (await site.store.commit(Txn((compare,), (put, *others)))).succeeded:
+                return
+
+    async def _stands(self, lease: Lease) -> bool:
+        """Whether the cluster has our record by this lease. Raises Unavailable: it is asked once."""
+        found = await self._site.store.store.get(self._site.keys.node(self._site.node))
+        return found is not None and found.lease == lease.id
 
     def _me(self) -> NodeRecord:
         site, peers = self._site, self._site.peers
@@ -92,15 +162,16 @@ class MembershipActor(Actor):
             site.node,
             peers.address if peers else "",
             peers.incarnation if peers else "",
-            0 if site.leaving else site.spec.harness.max_live,
+            0 if site.leaving or site.trouble else site.spec.harness.max_live,
+            site.home,
+            site.trouble,
         )
 
     @handles(Leave)
     async def leave(self, _: Leave) -> Ok:
         self._site.leaving = True
-        if self._lease is not None:  # else it is said with the next joining
-            put = put_record(self._site.keys.node(self._site.node), self._me(), self._lease.id)
-            await self._site.store.commit(Txn(puts=(put,)))
+        if self._lease is not None and self._site.joined.is_set():  # else it is said with the next joining
+            await self._write_me(self._lease)
         return Ok()
 
     async def _write_children(self, lease: Lease) -> None:
@@ -128,7 +199,8 @@ class MembershipActor(Actor):
     @handles(ClusterChanged)
     async def changed(self, _: ClusterChanged) -> None:
         self._tell_version()
-        await self._place_core()
+        if self._site.joined.is_set():  # else what is of this name may be another gyred's
+            await self._place_core()
 
     def _tell_version(self) -> None:
         published = self._site.directory.snapshot

@@ -11,6 +11,9 @@ from gyre.ids import CellId, NodeId, RunId
 from gyre.store.records import Role
 from gyre.wire import record
 
+GYRECTL = "gyrectl"
+"""Who gives an order, as far as nobody has shown a person's certificate: what `by` of each order says in the log."""
+
 
 @record("get_status")
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class CellStatus:
     in_flight: int
     engine_pid: int
     replica_pid: int
+    kv_carrier: str
+    """Over which transport the engine's KV moves, and why that one; empty while there is none, or it moves none."""
 
 
 @record("status")
@@ -58,8 +63,9 @@ class Status:
     micro_steps_done: int
     micro_steps: int
     cells: tuple[CellStatus, ...]
-    rollout_to_train: int
-    train_to_rollout: int
+    rollout_to_train: int | None
+    """None while that is not known, for the state store does not answer."""
+    train_to_rollout: int | None
     calls: int
     sampled_tokens: int
     max_silence_s: float
@@ -69,6 +75,8 @@ class Status:
     active_s: float
     events: tuple[str, ...]
     """The last lines of what happened, newest last."""
+    store_answers: bool
+    """Else all of this is as last heard: `step` is the last version that was, `rewards` may be empty."""
 
 
 @record("stop_job")
@@ -86,6 +94,7 @@ class SwitchCell:
 
     cell: CellId
     role: Role
+    by: str = GYRECTL
 
 
 @record("pin_cell")
@@ -95,6 +104,7 @@ class PinCell:
 
     cell: CellId
     role: Role | None
+    by: str = GYRECTL
 
 
 @record("drain_node")
@@ -102,17 +112,23 @@ class PinCell:
 class DrainNode:
     """Give a node no new run, those to others that have not begun there, and its cells to training; or let it serve again.
 
+    `within_s` is the drain's (DrainRecord); of a node that drains already it is changed, and counts anew.
+
     -> Ok when it is written, or Refused.
     """
 
     node: NodeId
     draining: bool
+    within_s: float | None = None
+    by: str = GYRECTL
 
 
 @record("resign_leader")
 @dataclass(frozen=True)
 class ResignLeader:
     """Give the lease up, so that another scheduler, or this one again, is elected. -> Ok at once."""
+
+    by: str = GYRECTL
 
 
 @record("pause_job")
@@ -121,14 +137,15 @@ class PauseJob:
     """Launch no new run, or again launch some. -> Ok when it is written, or Refused."""
 
     paused: bool
+    by: str = GYRECTL
 
 
 @record("end_job")
 @dataclass(frozen=True)
 class EndJob:
-    """End the job on every node, for good: it has failed, for this reason. -> Ok when it is written, or Refused."""
+    """End the job on every node, for good: it has failed, stopped by who says so. -> Ok when it is written, or Refused."""
 
-    reason: str
+    by: str = GYRECTL
 
 
 @record("cancel_run")
@@ -137,6 +154,7 @@ class CancelRun:
     """End a run that is queued or live: it settles as infra_failed, "cancelled". -> Ok at once, or Refused."""
 
     run: RunId
+    by: str = GYRECTL
 
 
 @record("restart_run")
@@ -145,6 +163,10 @@ class RestartRun:
     """End what a live run does, and have it begin again as its next attempt, on a node that takes runs. -> Ok, or Refused."""
 
     run: RunId
+    by: str = GYRECTL
+
+
+ORDERS = (SwitchCell, PinCell, DrainNode, ResignLeader, PauseJob, EndJob, CancelRun, RestartRun)
 
 
 @record("get_version")

@@ -47,7 +47,7 @@ class Mirror(Generic[T]):
         known = self.items.get(key)
         if known is None or known.mod_revision <= revision:
             self.items.pop(key, None)
-            self.dropped[key] = revision
+            self.dropped[key] = max(revision, self.dropped.get(key, 0))
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         while True:

@@ -11,20 +11,21 @@ from gyre import __version__
 from gyre.actors.all_gateways import AllGateways
 from gyre.actors.journal_copies import JournalCopies
 from gyre.actors.messages import (
+    AwaitEmpty,
     CloseRun,
+    ClusterChanged,
     EndNode,
     GatewayStatus,
     GetCellStatus,
     GetGatewayStatus,
-    GetProgress,
     Leave,
     Ok,
     Ping,
-    Progress,
     RunEnded,
     RunFailed,
     RunMoved,
 )
+from gyre.actors.messages_core import GetProgress, Progress
 from gyre.actors.messages_gyrectl import (
     CancelRun,
     CellStatus,
@@ -65,6 +66,7 @@ from gyre.store.records import (
     Role,
     RunRecord,
     RunState,
+    SwitchRecord,
 )
 from gyre.store.typed import Versioned, put_record
 from gyre.trajectory.records import RunTrace
@@ -90,6 +92,8 @@ class NodeActor(Actor):
         self._job = Mirror(site.store, site.keys.job, JobRecord)
         self._none_waits = asyncio.Event()
         """No run is queued for this node, as far as we have heard."""
+        self._none_lives = asyncio.Event()
+        self._none_lives.set()
         self._gateways = AllGateways(site)
         self._shown = Shown(site.store, site.keys)
         self._reason = ""
@@ -110,7 +114,7 @@ class NodeActor(Actor):
         try:
             await self._site.launcher.warm()
         except GyreError as error:  # it is tried again, and refused, with each run's start
-            self._site.say(f"the harness could not be made ready: {error}")
+            self._site.warn(f"the harness could not be made ready: {error}")
         await self._site.serving.wait()
         self._site.ready.set()
         self._start_runs()
@@ -144,6 +148,7 @@ class NodeActor(Actor):
         launching = (
             self._site.ready.is_set()
             and not self._site.leaving
+            and not self._site.trouble
             and job is not None
             and job.state is not JobState.PAUSED
         )
@@ -154,8 +159,14 @@ class NodeActor(Actor):
                 return
             self._begin_run(run.run)
 
+    @handles(ClusterChanged)
+    async def changed(self, _: ClusterChanged) -> None:
+        """Runs can begin here again."""
+        self._start_runs()
+
     def _begin_run(self, run: RunId, *, cancelled: bool = False) -> None:
         actor = self._live[run] = self.spawn(f"run-{run}", lambda: RunActor(self._site, run, cancelled=cancelled))
+        self._none_lives.clear()
         self.watch(actor)
 
     async def _end_stale(self) -> None:
@@ -177,7 +188,8 @@ class NodeActor(Actor):
 
     @handles(RunEnded)
     async def on_run_ended(self, message: RunEnded) -> None:
-        self._runs.drop(self._site.keys.run(message.run), message.revision)  # our mirror may not know it yet
+        """Our mirror may not know of it yet: its place is free at once, and its end is looked at when it comes."""
+        self._runs.drop(self._site.keys.run(message.run), message.revision - 1)
 
     @handles(Died)
     async def on_run_gone(self, message: Died) -> None:
@@ -185,6 +197,8 @@ class NodeActor(Actor):
         for run in [run for run, actor in self._live.items() if actor.name == message.name]:
             del self._live[run]
         self._start_runs()
+        if not self._live:
+            self._none_lives.set()
 
     @handles(GetGatewayStatus)
     async def gateway_status(self, _: GetGatewayStatus) -> GatewayStatus:
@@ -241,6 +255,11 @@ class NodeActor(Actor):
         await self._none_waits.wait()
         return Ok()
 
+    @handles(AwaitEmpty, concurrent=True)
+    async def await_empty(self, _: AwaitEmpty) -> Ok:
+        await self._none_lives.wait()
+        return Ok()
+
     @handles(StopJob, control=True)
     async def on_stop(self, message: StopJob) -> Ok:
         self.ref.tell(EndNode(message.reason))
@@ -293,7 +312,7 @@ class NodeActor(Actor):
         else:
             await self._take(known)
             self._begin_run(run, cancelled=True)
-        site.say(f"{run}: cancelled by gyrectl")
+        site.say(f"{run}: cancelled by {message.by}")
         return Ok()
 
     @handles(RestartRun, concurrent=True)
@@ -311,7 +330,7 @@ class NodeActor(Actor):
         )
         if not result.succeeded:
             raise Refused(f"{run} has just changed; look again, and restart it again")
-        site.say(f"{run}: begins again as attempt {again.attempt}, by gyrectl")
+        site.say(f"{run}: begins again as attempt {again.attempt}, by {message.by}")
         return Ok()
 
     async def _take(self, known: Versioned[RunRecord]) -> None:
@@ -346,27 +365,29 @@ class NodeActor(Actor):
     @handles(GetStatus, concurrent=True)
     async def status(self, _: GetStatus) -> Status:
         site, job = self._site, self._job_record()
-        await self._shown.look()
+        store_answers = await self._shown.look()
         cells = await asyncio.gather(*(self._cell_status(site.cell(spec.cell)) for spec in site.directory.cells))
         gateway = await self._gateways.look()
         with suppress(GyreError):  # else as last heard
             self._progress = await site.core.ask(GetProgress(), 2.0, Progress)
         progress = self._progress
         steps = sorted(self._shown.steps.records, key=lambda step: step.step)
+        known, snapshot = self._shown.listed, site.directory.snapshot
+        step = len(steps) if known or snapshot is None else snapshot.record.version
         runs = self._runs.records
         heldout = [
             g
             for g in self._shown.groups.records
-            if g.purpose is (Purpose.HELDOUT_AFTER if steps else Purpose.HELDOUT_BEFORE)
+            if g.purpose is (Purpose.HELDOUT_AFTER if step else Purpose.HELDOUT_BEFORE)
         ]
         switches = self._shown.switches.records
         children = site.children.adopt()
         return Status(
             job=site.spec.job.name,
             state=job.state.value if job else "starting",
-            phase=self._phase(job, len(steps), bool(heldout)),
+            phase=self._phase(job, step, bool(heldout)),
             reason=self._reason or (job.reason if job else ""),
-            step=len(steps),
+            step=step,
             steps=site.spec.job.steps,
             version=progress.step - 1,
             mean_reward=steps[-1].mean_reward if steps else None,
@@ -382,8 +403,8 @@ class NodeActor(Actor):
             micro_steps_done=progress.merged_micro_steps,
             micro_steps=progress.micro_steps,
             cells=tuple(cell for cell in cells if cell is not None),
-            rollout_to_train=sum(s.end is Role.TRAIN and s.start is Role.ROLLOUT for s in switches),
-            train_to_rollout=sum(s.end is Role.ROLLOUT and s.start is Role.TRAIN for s in switches),
+            rollout_to_train=_switches(switches, Role.ROLLOUT, Role.TRAIN) if known else None,
+            train_to_rollout=_switches(switches, Role.TRAIN, Role.ROLLOUT) if known else None,
             calls=gateway.calls if gateway else 0,
             sampled_tokens=gateway.sampled_tokens if gateway else 0,
             max_silence_s=gateway.max_silence_s if gateway else 0.0,
@@ -391,6 +412,7 @@ class NodeActor(Actor):
             base_url=gateway.base_url if gateway else "",
             active_s=site.active_s(),
             events=tuple(site.events)[-20:],
+            store_answers=store_answers,
         )
 
     async def _cell_status(self, cell: Ref) -> CellStatus | None:
@@ -411,3 +433,7 @@ class NodeActor(Actor):
         if measuring and not steps and job.heldout_before is None:
             return "held-out before"
         return "training"
+
+
+def _switches(switches: list[SwitchRecord], start: Role, end: Role) -> int:
+    return sum(switch.start is start and switch.end is end for switch in switches)

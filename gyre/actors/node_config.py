@@ -10,29 +10,33 @@ cells = 1
 ca = "ca.pem"
 certificate = "node-a.pem"
 key = "node-a.key"
+snapshot_memory_mib = 16384      # of /dev/shm, for snapshots that other nodes made; 0: on disk
+drain_s = 300                    # after SIGTERM, for the runs that live here to come to their end; 0: none
 log_level = "info"               # debug, info, warning, error; read again at SIGHUP
 """
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gyre.actors.address import TcpAddress, parse
-from gyre.config import Name
+from gyre.config import Name, Section, read_toml, validated
 from gyre.credentials import Credentials
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput
 from gyre.ids import NodeId
 from gyre.jobdir import JobDir
 
+SNAPSHOT_MEMORY_MIB = 16384
+"""Two snapshots of 4 billion parameters in bfloat16 or of 2 billion in float32; what /dev/shm has not is not taken."""
 
-class _NodeSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+DRAIN_S = 300.0
 
+
+class _NodeSection(Section):
     name: Name
     dir: Path
     base: Path
@@ -42,7 +46,20 @@ class _NodeSection(BaseModel):
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    snapshot_memory_mib: Annotated[int, Field(ge=0, le=16_777_216)] | None = None
+    drain_s: Annotated[float, Field(ge=0, le=604_800, allow_inf_nan=False)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("address")
+    @classmethod
+    def _between_machines(cls, value: str) -> str:
+        try:
+            place = parse(value) if value else None
+        except BadInput:
+            place = None
+        if value and not (isinstance(place, TcpAddress) and place.kind == "tls" and place.port):
+            raise ValueError("`tls:host:port` is allowed, with a port of 1 to 65535")
+        return value
 
     @model_validator(mode="after")
     def _all_of_a_cluster_or_none(self) -> _NodeSection:
@@ -53,12 +70,14 @@ class _NodeSection(BaseModel):
             raise ValueError(f"{', '.join(there)} want {lacking} beside them")
         if bool(there) != self.store.startswith("etcd:"):
             raise ValueError("address, cells and certificates go with a store on etcd, which other nodes reach too")
+        if self.snapshot_memory_mib is not None and not there:
+            raise ValueError("snapshot_memory_mib is for snapshots of other nodes, and goes with a store on etcd")
+        if self.drain_s is not None and not there:
+            raise ValueError("drain_s is for a node among others, and goes with a store on etcd")
         return self
 
 
-class _NodeFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _NodeFile(Section):
     node: _NodeSection
 
 
@@ -70,6 +89,10 @@ class Membership:
     """`tls:host:port`; the host is where its engines are reached too."""
     cells: int
     credentials: Credentials
+    snapshot_memory_bytes: int
+    """Of shared memory, for snapshots of other nodes; 0: they are on disk."""
+    drain_s: float
+    """After a signal to end, for the runs that live here to come to their end; 0: they begin again elsewhere at once."""
 
     @property
     def host(self) -> str:
@@ -89,18 +112,11 @@ class NodeConfig:
 
     @staticmethod
     def load(path: Path) -> NodeConfig:
-        """Raises BadInput, naming the key, for a file that cannot be used. Relative paths start from its folder."""
-        try:
-            section = _NodeFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).node
-        except OSError as error:
-            raise BadInput("--config", str(path), f"it must be a file that can be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadInput("--config", str(path), f"it must be TOML ({error})") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            shown = first["input"] if first["type"] != "value_error" else path.name
-            raise BadInput(key, shown, first["msg"].removeprefix("Value error, ")) from error
+        """Raises FileError, a line for each key that is wrong. Relative paths start from its folder.
+
+        What it names is not looked at: that does gyre.actors.node_check.
+        """
+        section = validated(path, read_toml(path), _NodeFile).node
         folder = path.resolve().parent
         return NodeConfig(
             NodeId(section.name),
@@ -113,13 +129,13 @@ class NodeConfig:
 
     def differs(self, other: NodeConfig) -> tuple[str, ...]:
         """The names of what is another there, but for the log's level: what a running gyred does not take over."""
-        names = {"job": "dir", "membership": "address, cells or certificates"}
+        names = {"job": "dir", "membership": "address, cells, certificates, snapshot_memory_mib or drain_s"}
         found = (field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
         return tuple(names.get(name, name) for name in found if name != "log_level")
 
-    def to_plain(self, job: JobDir) -> dict[str, str | int]:
+    def to_plain(self, job: JobDir) -> dict[str, str | int | float]:
         """What `load` reads, for a job of this node: every path is absolute, so that it means the same anywhere."""
-        plain: dict[str, str | int] = {
+        plain: dict[str, str | int | float] = {
             "name": self.name,
             "dir": str(job.root),
             "base": str(self.base),
@@ -128,6 +144,7 @@ class NodeConfig:
         if (found := self.membership) is not None:
             held = found.credentials
             plain |= {"address": found.address, "cells": found.cells}
+            plain |= {"snapshot_memory_mib": found.snapshot_memory_bytes >> 20, "drain_s": found.drain_s}
             plain |= {"ca": str(held.ca), "certificate": str(held.certificate), "key": str(held.key)}
         return plain
 
@@ -139,11 +156,7 @@ def _membership(section: _NodeSection, folder: Path) -> Membership | None:
     assert section.certificate is not None
     assert section.key is not None
     assert section.cells is not None
-    try:
-        place = parse(section.address)
-    except GyreError as error:
-        raise BadInput("node.address", section.address, f"`tls:host:port` is allowed ({error})") from error
-    if not isinstance(place, TcpAddress) or place.kind != "tls" or not place.port:
-        raise BadInput("node.address", section.address, "`tls:host:port` is allowed")
     credentials = Credentials(folder / section.ca, folder / section.certificate, folder / section.key)
-    return Membership(section.address, section.cells, credentials)
+    mib = SNAPSHOT_MEMORY_MIB if section.snapshot_memory_mib is None else section.snapshot_memory_mib
+    drain_s = DRAIN_S if section.drain_s is None else section.drain_s
+    return Membership(section.address, section.cells, credentials, mib << 20, drain_s)

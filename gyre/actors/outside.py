@@ -6,6 +6,8 @@ A site has one. A simulation gives its sites another, and the same actors live i
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from gyre.engine.client import EngineClient
 
 
+ROOM_BYTES = 1 << 20
+"""Less than this, and a run cannot begin."""
+
+
 class Outside:
     def unix_s(self) -> float:
         """The wall clock, for people and for what outlives a process. It may jump."""
@@ -29,6 +35,10 @@ class Outside:
 
     def monotonic_s(self) -> float:
         return time.monotonic()
+
+    async def no_room(self, folder: Path) -> str:
+        """Why no run can be put into `folder`; empty where one can."""
+        return await asyncio.to_thread(_no_room, folder)
 
     def connect(self, address: str, secret: str) -> RemoteRef:
         return connect(address, secret)
@@ -48,3 +58,12 @@ class Outside:
     async def end_marked(self, mark: str) -> None:
         """End every process that bears `mark` (gyre.harness.keeper)."""
         await asyncio.to_thread(keeper.end_marked, mark)
+
+
+def _no_room(folder: Path) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror or error}"
+    return ""

@@ -8,6 +8,8 @@ Both sides show a certificate of the cluster's authority (gyre.credentials), and
 node that it expects. What gyre.actors.remote promises holds here too; besides:
 
 - A process is named `node`, a gyred, or `node/child`, one of its children; its certificate is the node's.
+- Who shows a person's certificate is a guest: any number of connections, nothing is asked of it, and it may ask what
+  gyre.actors.guests says.
 - Two processes use one connection, whoever made it, for all actors of both. Of two made at the same moment, that of the
   process with the smaller name stays.
 - A peer that cannot be reached is tried again after a pause that grows to 5 s; meanwhile asks fail at once, with the
@@ -29,6 +31,7 @@ from typing import Self
 
 from gyre.actors.address import TcpAddress, keep_alive, listen, parse
 from gyre.actors.channel import Channel
+from gyre.actors.guests import Guest
 from gyre.actors.handshake import Party, greet, introduce
 from gyre.actors.link import Link
 from gyre.actors.pipe import HANDSHAKE_S, Broken, Pipe, said
@@ -152,18 +155,19 @@ class Peers:
                 who = holder.name
                 peer = await greet(pipe, "", self._me, partial(self._refusal, holder))
         except (Broken, OSError, GyreError) as error:  # TimeoutError and ssl.SSLError are OSErrors
-            log.warning("a connection of %s is closed: %s", who, _reason(error))
+            level = logging.INFO if CROSSED in str(error) else logging.WARNING
+            log.log(level, "a connection of %s is closed: %s", who, _reason(error))
             pipe.close("it was not let in")
             return
         except asyncio.CancelledError:
             pipe.abort("the node ends")
             raise
-        link = Link(pipe, peer.name, peer, self._find)
         if holder.client:
+            link = Link(pipe, peer.name, peer, lambda actor: Guest(holder.name, self._find(actor)))
             self._guests.add(link)
             link.on_lost = lambda _: self._guests.discard(link)
         else:
-            self._pair(peer.name).channel.adopt(link)
+            self._pair(peer.name).channel.adopt(Link(pipe, peer.name, peer, self._find))
 
     def _refusal(self, holder: Holder, peer: Party) -> str:
         """Why the peer is not let in."""

@@ -39,18 +39,22 @@ class PersonsOrders:
             if outcome is Verdict.WRITTEN and (now := await self._site.store.get(key, PinRecord)) is not None:
                 view.pins.put(now)
         self._must_be_written(outcome)
-        self._site.say(f"{cell}: {'unpinned' if role is None else f'pinned to {role.value}'}, by gyrectl")
+        self._site.say(f"{cell}: {'unpinned' if role is None else f'pinned to {role.value}'}, by {order.by}")
 
     async def drain(self, order: DrainNode) -> None:
         node, key = order.node, self._site.keys.drain(order.node)
-        if order.draining is (node in self._site.directory.draining):
-            raise Refused(f"{node} is {'draining already' if order.draining else 'not draining'}")
+        seen, drain = self._site.directory.drains.get(node), DrainRecord(node, order.within_s)
         if order.draining:
-            outcome = await self._term.commit((put_record(key, DrainRecord(node)),))
+            if seen is not None and seen.record == drain:
+                raise Refused(f"{node} is draining already")
+            outcome = await self._term.commit((put_record(key, drain),))
         else:
+            if seen is None:
+                raise Refused(f"{node} is not draining")
             outcome = await self._term.commit((), deletes=(Delete(key),))
         self._must_be_written(outcome)
-        self._site.say(f"{node}: {'draining' if order.draining else 'takes runs again'}, by gyrectl")
+        within = "" if order.within_s is None else f" within {order.within_s:g} s"
+        self._site.say(f"{node}: {f'draining{within}' if order.draining else 'takes runs again'}, by {order.by}")
 
     async def pause(self, order: PauseJob) -> None:
         job = await self._site.store.get(self._site.keys.job, JobRecord)
@@ -59,13 +63,13 @@ class PersonsOrders:
             raise Refused(f"the job is {job.record.state.value if job else 'not begun'}, not {before.value}")
         await self._term.update_job(state=after)
         self._term.must_lead()
-        self._site.say(f"the job is {after.value}, by gyrectl")
+        self._site.say(f"the job is {after.value}, by {order.by}")
 
     async def end_job(self, order: EndJob) -> None:
         job = await self._site.store.get(self._site.keys.job, JobRecord)
         if job is None or job.record.state not in (JobState.RUNNING, JobState.PAUSED):
             raise Refused(f"the job is {job.record.state.value if job else 'not begun'}")
-        await self._term.end_job(JobState.FAILED, order.reason)
+        await self._term.end_job(JobState.FAILED, f"stopped by {order.by}")
         self._term.must_lead()
 
     def _must_be_written(self, outcome: Verdict) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gyre.actors.inspection import ListActors
 from gyre.actors.mailbox import Envelope
 from gyre.actors.supervision import ActorStopped
+from gyre.deadline import FOREVER_S, handling_until_s
 from gyre.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-
-FOREVER_S = float("inf")
-
-handling_until_s: ContextVar[float] = ContextVar("handling_until_s", default=FOREVER_S)
-"""When the asker of what is being handled gives up, by the loop's clock."""
 
 
 def patience_s(name: str, message: object, deadline_s: float, now_s: float) -> float:
@@ -46,6 +41,16 @@ def expected(name: str, message: object, got: object, reply: type[R]) -> R:
     if not isinstance(got, reply):
         raise BadInput(f"the answer of {name} to {type(message).__name__}", got, f"a {reply.__name__} is expected")
     return got
+
+
+class Served(Protocol):
+    """What the other side of a connection reaches here: an actor, as LocalRef has it, or what stands before one."""
+
+    def request(self, message: object, left_s: float) -> asyncio.Future[object]: ...
+
+    def tell(self, message: object) -> None: ...
+
+    def on_end(self, call: Callable[[str], None]) -> Callable[[], None]: ...
 
 
 class LocalRef:

@@ -32,7 +32,8 @@ from gyre.actors.frames import ASK, TELL, WATCH, check_size
 from gyre.actors.handshake import Party, greet, introduce
 from gyre.actors.link import Link, Outgoing
 from gyre.actors.pipe import HANDSHAKE_S, Broken, Pipe
-from gyre.actors.reference import FOREVER_S, LocalRef, expected, patience_s
+from gyre.actors.reference import LocalRef, expected, patience_s
+from gyre.deadline import FOREVER_S
 from gyre.errors import BadInput, GyreError, Refused, Unavailable
 from gyre.wire import pack_any, unpack_any
 

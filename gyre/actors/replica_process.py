@@ -2,8 +2,9 @@
 
     python -m gyre.actors.replica_process ADDRESS SECRET_FILE CONFIG_JSON
 
-Torch work runs in one thread of its own, one message at a time, so that the process still answers Ping meanwhile. The
-lineages of a micro-step are had from the gateway; gradient sums go straight to the core's replica.
+Of a replica of several ranks it is the first one's, and the parent of the others'. Torch work runs in one thread of its own,
+one message at a time, so that the process still answers Ping meanwhile. The lineages of a micro-step are had from the
+gateway; gradient sums go straight to the core's replica.
 """
 
 from __future__ import annotations
@@ -20,21 +21,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre.actors.far import Far, Ways, far_side
-from gyre.actors.messages import (
+from gyre.actors.messages import GetLineages, Lineages, Ok, Ping, Place
+from gyre.actors.messages_replica import (
     DropOwnSums,
     DropSums,
-    GetLineages,
-    Lineages,
     LineageWork,
     LoadSnapshot,
     MergeSums,
     MicroStep,
     MicroStepDone,
     Offload,
-    Ok,
     OptimizerStep,
-    Ping,
-    Place,
     Ready,
     RunMicroStep,
     ShipSums,
@@ -46,10 +43,12 @@ from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.actors.sums_exchange import SumsExchange
 from gyre.config import CheckpointSection, LossSection, OptimizerSection
-from gyre.errors import Refused, Unavailable
+from gyre.errors import NotLoaded, OthersAway, Refused, Unavailable
 from gyre.ids import RunId
 from gyre.kv_migrate.greeting import Certificates, SharedSecret
 from gyre.kv_migrate.tcp import TcpTransport
+from gyre.train.ranked import RankedReplica
+from gyre.train.ranks import RankPlace
 from gyre.train.replica import Replica, ReplicaConfig
 from gyre.trajectory.records import Lineage
 
@@ -70,7 +69,11 @@ class ReplicaActor(Actor):
     """One replica. Stage and merge come to the core's; everything else from the cell that owns it."""
 
     def __init__(
-        self, replica: Replica, thread: ThreadPoolExecutor, exchange: SumsExchange, ways: Callable[[], Ways]
+        self,
+        replica: Replica | RankedReplica,
+        thread: ThreadPoolExecutor,
+        exchange: SumsExchange,
+        ways: Callable[[], Ways],
     ) -> None:
         self._replica = replica
         self._thread = thread
@@ -122,7 +125,7 @@ class ReplicaActor(Actor):
                 return await self._ways().to(gateway).ask(message, PEER_S, Lineages)
             except Unavailable as error:
                 if loop.time() > until_s:  # the asker must not take the gateway's absence for ours
-                    raise Refused(f"the lineages of {message.run} are not to be had: {error}") from error
+                    raise OthersAway(f"the lineages of {message.run} are not to be had: {error}") from error
             await asyncio.sleep(RETRY_S)
 
     @handles(ShipSums)
@@ -133,7 +136,7 @@ class ReplicaActor(Actor):
         try:
             with self._exchange.offered(sums) as offer:
                 await self._ways().to(message.core).ask(offer, PEER_S, Ok)
-        except Unavailable as error:
+        except (Unavailable, NotLoaded) as error:  # of the core's replica; the asker must not take it for ours
             raise Refused(f"the core's replica did not take the sums: {error}") from error
         await self._compute(self._replica.zero_sums)
         return SumsShipped(message.transfer, sums.micro_steps, sums.bytes, sums.error)
@@ -173,27 +176,34 @@ class ReplicaActor(Actor):
         return Ok()
 
 
+def _made(config: Mapping[str, Any]) -> Replica | RankedReplica:
+    replica_config = ReplicaConfig(
+        loss=LossSection.model_validate_json(json.dumps(config["loss"])),
+        optimizer=OptimizerSection.model_validate_json(json.dumps(config["optimizer"])),
+        checkpoint=CheckpointSection.model_validate_json(json.dumps(config["checkpoint"])),
+        temperature=float(config["temperature"]),
+        micro_batch_tokens=int(config["micro_batch_tokens"]),
+        threads=int(config["threads"]),
+        sums_dtype=str(config["sums_dtype"]),
+    )
+    model_dir, checkpoints_dir = Path(config["model_dir"]), Path(config["checkpoints_dir"])
+    staging_dir = Path(config["staging_dir"]) if config["staging_dir"] else None
+    ranks, device = int(config["ranks"]), int(config["first_device"])
+    if ranks > 1:
+        return RankedReplica(model_dir, replica_config, checkpoints_dir, staging_dir, ranks, device)
+    return Replica(model_dir, replica_config, checkpoints_dir, staging_dir, RankPlace(device=device))
+
+
 async def run(address: str, secret: str, config: dict[str, Any]) -> None:
     """Serve one replica until SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     with ThreadPoolExecutor(1, "replica") as thread:
-        replica_config = ReplicaConfig(
-            loss=LossSection.model_validate_json(json.dumps(config["loss"])),
-            optimizer=OptimizerSection.model_validate_json(json.dumps(config["optimizer"])),
-            checkpoint=CheckpointSection.model_validate_json(json.dumps(config["checkpoint"])),
-            temperature=float(config["temperature"]),
-            micro_batch_tokens=int(config["micro_batch_tokens"]),
-            threads=int(config["threads"]),
-            sums_dtype=str(config["sums_dtype"]),
-        )
-        model_dir, checkpoints_dir = Path(config["model_dir"]), Path(config["checkpoints_dir"])
-        staging_dir = Path(config["staging_dir"]) if config["staging_dir"] else None
-        replica = await asyncio.get_running_loop().run_in_executor(
-            thread, Replica, model_dir, replica_config, checkpoints_dir, staging_dir
-        )
+        replica = await asyncio.get_running_loop().run_in_executor(thread, _made, config)
         async with AsyncExitStack() as stack:
+            if isinstance(replica, RankedReplica):
+                stack.callback(replica.close)
             system = await stack.enter_async_context(ActorSystem.running("replica"))
             far = Far(**config["far"]) if config["far"] else None
             greeting = SharedSecret(secret.encode()) if far is None else Certificates(far.credentials)

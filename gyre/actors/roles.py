@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gyre.actors.measures import Measures
-from gyre.actors.messages import GatewayStatus, GetProgress, Progress
+from gyre.actors.messages import GatewayStatus
+from gyre.actors.messages_core import GetProgress, Progress
+from gyre.actors.messages_gyrectl import SwitchCell
 from gyre.actors.site import Site
 from gyre.actors.term import Term
 from gyre.actors.view import View
@@ -65,8 +67,9 @@ class Roles:
                 reason = "it is pinned" if cell in pinned else "its node drains" if cell in standing else plan.reason
                 await self._order(cell, roles[cell], desired, reason)
 
-    async def switch(self, cell: CellId, role: Role) -> None:
+    async def switch(self, order: SwitchCell) -> None:
         """A person's order. Raises Refused."""
+        cell, role = order.cell, order.role
         roles = self._view.seen_roles
         records = {name: seen.record for name, seen in roles.items()}
         water_level = sum(run.state in (RunState.QUEUED, RunState.LIVE) for run in self._view.runs.records)
@@ -74,7 +77,7 @@ class Roles:
             raise Refused(why)
         if self._standing(records).get(cell, role) is not role:
             raise Refused(f"{cell} serves no more: its node drains")
-        if not await self._order(cell, roles[cell], role, "ordered by gyrectl"):
+        if not await self._order(cell, roles[cell], role, f"ordered by {order.by}"):
             raise Refused(f"{cell} has just changed; look again, and order it again")
         self._switched[cell] = records[cell].epoch + 1
 

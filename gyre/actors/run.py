@@ -4,8 +4,8 @@
     live -> settled: the harness ends or reaches its limit; the gateway closes its tree; the evaluator scores what is left
 
 An attempt that failed through no fault of its own (infra_failed) is started again as the next attempt while the job
-allows it; whatever the old attempt still does is refused by its key and its attempt number. A new gyred makes new run
-actors: where the harness of the last attempt lives or has left its end, they go on with it.
+allows it, on another node where one takes runs; whatever the old attempt still does is refused by its key and its attempt
+number. A new gyred makes new run actors: where the harness of the last attempt lives or has left its end, they go on with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gyre.actors.gateways import insist
 from gyre.actors.messages import CloseRun, GatewayStatus, GetGatewayStatus, Ok, OpenRun, RunEnded, RunFailed, RunMoved
 from gyre.actors.messages_gyrectl import CancelRun
 from gyre.actors.runtime import Actor, handles
@@ -30,6 +31,7 @@ from gyre.harness.launch import HarnessExit, HarnessProcess
 from gyre.harness.tasks import Task
 from gyre.harness.workspace import RunFolder, WorkspaceError
 from gyre.ids import RunId
+from gyre.sched.placement import NOWHERE, anyone_takes
 from gyre.store.protocol import Compare, Txn
 from gyre.store.records import GroupRecord, RunRecord, RunState
 from gyre.store.typed import Versioned, put_record
@@ -233,6 +235,14 @@ class RunActor(Actor):
         self._site.say(f"{self._run}: attempt {old.record.attempt + 1} ({why})")
         return await self._write(old, replace(old.record, state=RunState.QUEUED, attempt=old.record.attempt + 1))
 
+    async def _begin_elsewhere(self, old: Versioned[RunRecord]) -> Versioned[RunRecord]:
+        """What has failed here may fail here again, whatever the reason is: the leader gives the run to another node."""
+        run, here = old.record, self._site.node
+        self._site.warn(f"{self._run}: attempt {run.attempt + 1} begins on another node, for the last one failed here")
+        failed_on = tuple(dict.fromkeys((*run.failed_on, here)))
+        again = replace(run, state=RunState.QUEUED, attempt=run.attempt + 1, node=NOWHERE, failed_on=failed_on)
+        return await self._write(old, again)
+
     async def _failed_to_start(self, found: Versioned[RunRecord], reason: str) -> Versioned[RunRecord]:
         trace = await self._close(found.record.attempt)
         return await self._settle(found, Verdict(Outcome.INFRA_FAILED, None, reason), trace)
@@ -263,7 +273,9 @@ class RunActor(Actor):
         return settled
 
     async def _close(self, attempt: int) -> RunTrace:
-        return await self._site.gateway.ask(CloseRun(self._run, attempt), CLOSE_S, RunTrace)
+        trace = await insist(self._site.gateway, CloseRun(self._run, attempt), RunTrace, CLOSE_S)
+        assert trace is not None, "it is wanted until it is there"
+        return trace
 
     async def _until_end(self, process: HarnessProcess, ticket: _Ticket) -> tuple[HarnessExit, bool]:
         """How the harness ended, and whether it was we who ended it at its limit."""
@@ -284,8 +296,11 @@ class RunActor(Actor):
         site, run = self._site, found.record
         if verdict.outcome is Outcome.INFRA_FAILED:
             site.say(f"{run.run} attempt {run.attempt}: {verdict.reason}")
-            if run.attempt < site.spec.harness.attempts and not trace.failure and not self._cancelled:
-                return await self._next_attempt(found, "the last one failed through no fault of its own")
+            if run.attempt < site.spec.harness.attempts and not self._cancelled:
+                if anyone_takes(room for room in site.directory.rooms if room.node not in (site.node, *run.failed_on)):
+                    return await self._begin_elsewhere(found)
+                if not trace.failure:
+                    return await self._next_attempt(found, "the last one failed through no fault of its own")
         elif verdict.outcome is Outcome.EVALUATOR_FAILED:
             site.say(f"{run.run}: {verdict.reason}")
         settled = replace(

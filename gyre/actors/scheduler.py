@@ -15,7 +15,8 @@ from gyre.actors.all_gateways import AllGateways
 from gyre.actors.campaign import Campaign
 from gyre.actors.groups import Groups
 from gyre.actors.measures import Measures
-from gyre.actors.messages import GatewayStatus, JobFailed, Lead, Ok, Progressed, WhoLeads
+from gyre.actors.messages import GatewayStatus, JobFailed, Ok
+from gyre.actors.messages_core import Lead, Progressed, WhoLeads
 from gyre.actors.messages_gyrectl import DrainNode, EndJob, PauseJob, PinCell, ResignLeader, SwitchCell
 from gyre.actors.persons_orders import PersonsOrders
 from gyre.actors.places import Places
@@ -38,12 +39,6 @@ class _Elected:
     token: int
 
 
-@record("scheduler.deposed")
-@dataclass(frozen=True)
-class _Deposed:
-    why: str
-
-
 @record("scheduler.tick")
 @dataclass(frozen=True)
 class _Tick:
@@ -54,7 +49,9 @@ class SchedulerActor(Actor):
     def __init__(self, site: Site) -> None:
         self._site = site
         self._campaign = Campaign(
-            site, lambda token: self.ref.tell(_Elected(token)), lambda why: self.ref.tell(_Deposed(why))
+            site,
+            lambda token: self.ref.tell(_Elected(token)),
+            lambda why: site.warn(f"not the leader any more: {why}"),  # at once, whatever this actor waits for
         )
         self.term = Term(site, self._campaign)
         self._failure = ""
@@ -109,14 +106,10 @@ class SchedulerActor(Actor):
         self._lead()
         await self._decide()
 
-    @handles(_Deposed)
-    async def on_deposed(self, message: _Deposed) -> None:
-        self._site.say(f"not the leader any more: {message.why}")
-
     @handles(ResignLeader, control=True)
-    async def on_resign(self, _: ResignLeader) -> Ok:
+    async def on_resign(self, message: ResignLeader) -> Ok:
         self.term.must_lead()
-        self._site.say("the leader resigns, as it was told")
+        self._site.say(f"the leader resigns, as it was told by {message.by}")
         self._campaign.resign()
         return Ok()
 
@@ -148,7 +141,7 @@ class SchedulerActor(Actor):
     async def on_failed(self, message: JobFailed) -> None:
         if not self._failure:
             self._failure = message.reason
-            self._site.say(f"the job fails: {message.reason}")
+            self._site.warn(f"the job fails: {message.reason}")
         await self._decide()
 
     async def _decide(self) -> None:
@@ -173,7 +166,7 @@ class SchedulerActor(Actor):
             return
         if not paused:
             await self._groups.launch(job.record, version)
-        await self._places.give_runs()
+        await self._places.give_runs(self.now_s)
         await self._roles.look(self.now_s, self._gateway, paused=paused)
 
     async def _look_at_gateways(self) -> None:
@@ -187,7 +180,7 @@ class SchedulerActor(Actor):
     @handles(SwitchCell)
     async def on_switch(self, message: SwitchCell) -> Ok:
         self.term.must_lead()
-        await self._roles.switch(message.cell, message.role)
+        await self._roles.switch(message)
         return Ok()
 
     @handles(PinCell)

@@ -7,17 +7,17 @@ one of them.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 from gyre.actors.mirror import Mirror
+from gyre.errors import Unavailable
 from gyre.store.records import GroupRecord, Keys, StepRecord, SwitchRecord
 from gyre.store.typed import TypedStore
 
 KEPT_S = 30.0
 """After the last question."""
 LISTED_S = 2.0
-"""For the first listing; who asks while the store is away sees what was seen last, or nothing."""
+"""For the store to answer; who asks while the store is away sees what was seen last, or nothing."""
 
 
 class Shown:
@@ -41,15 +41,24 @@ class Shown:
     def _mirrors(self) -> tuple[Mirror[Any], ...]:
         return (self.groups, self.steps, self.switches)
 
-    async def look(self) -> None:
-        """Until they are as they are now, and from then on for a while."""
+    @property
+    def listed(self) -> bool:
+        """Whether they are known; else they are empty, which is not to say that there is nothing."""
+        return all(mirror.listed for mirror in self._mirrors)
+
+    async def look(self) -> bool:
+        """Until they are as they are now, and from then on for a while. False when the store does not answer."""
         self._asked_s = asyncio.get_running_loop().time()
         self._asked.set()
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(LISTED_S):
-                while not all(mirror.listed for mirror in self._mirrors):
+                while not self.listed:
                     self._changed.clear()
                     await self._changed.wait()
+                await self._store.store.get(self._keys.job)  # what is listed stays so while the store is away
+        except (TimeoutError, Unavailable):
+            return False
+        return True
 
     async def follow(self) -> None:
         while True:

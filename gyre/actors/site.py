@@ -24,6 +24,7 @@ from gyre.actors.outside import Outside
 from gyre.actors.peers import Peers
 from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import LocalRef, Ref
+from gyre.actors.snapshot_folders import SnapshotFolders
 from gyre.actors.snapshot_service import Snapshots
 from gyre.children import Children
 from gyre.config import JobSpec
@@ -32,10 +33,11 @@ from gyre.harness.confine import Sandbox
 from gyre.harness.launch import Launcher
 from gyre.harness.tasks import Task, TaskSource
 from gyre.ids import CellId, NodeId, RunId
-from gyre.jobdir import JobDir
+from gyre.jobdir import JobDir, is_private
 from gyre.store.records import Keys, Purpose
 from gyre.store.typed import TypedStore
 from gyre.telemetry.tracing import Tracing
+from gyre.train.whole_folder import checkpoint_path
 
 log = logging.getLogger("gyred")
 
@@ -70,6 +72,10 @@ class Site:
     """Where this node's engines and processes are reached."""
     credentials: Credentials | None = None
     """Ours among the nodes; None where there is one node only."""
+    snapshot_memory_bytes: int = 0
+    """Of shared memory, for snapshots of other nodes; 0: they are on disk."""
+    home: str = ""
+    """Which folder of which machine our gyred runs from: no other gyred can have the same at the same time."""
     peers: Peers | None = None
     """The way to other nodes; None where there are none."""
     outside: Outside = field(default_factory=Outside)
@@ -85,7 +91,14 @@ class Site:
 
     def say(self, line: str) -> None:
         """Tell people what happened: in the log, and in the live view."""
-        log.info("%s", line)
+        self._tell(logging.INFO, line)
+
+    def warn(self, line: str) -> None:
+        """The same of what may want something of them: an alarm of docs/operations.md."""
+        self._tell(logging.WARNING, line)
+
+    def _tell(self, level: int, line: str) -> None:
+        log.log(level, "%s", line)
         self.events.append(f"{time.strftime('%H:%M:%S')} {line}")
 
     routes: dict[CellId, EngineRoute] = field(default_factory=dict[CellId, EngineRoute])
@@ -98,6 +111,10 @@ class Site:
     """Set when an engine has been open to the gateway."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine serves and the harness is warm: from then on a run's clock may start."""
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the cluster has our node's record: only then may anybody act in the node's name."""
+    trouble: str = ""
+    """Why no run begins here until that has changed; empty where runs do."""
     leaving: bool = False
     """The node ends soon: it begins no run any more."""
     stopping: bool = False
@@ -164,9 +181,15 @@ class Site:
 
     @cached_property
     def held(self) -> HeldSnapshots:
-        return HeldSnapshots(
-            self.node, self.snapshots, self.model_dir, self.directory, lambda node: self.on(node, "snapshots")
-        )
+        def holder(node: NodeId) -> Ref:
+            return self.on(node, "snapshots")
+
+        def spares(version: int) -> list[Path]:
+            staging = self.job.staging
+            places = [staging, self.checkpoints] if is_private(staging) else [self.checkpoints]
+            return [*(checkpoint_path(place, version) for place in places), self.model_dir]
+
+        return HeldSnapshots(self.node, self.snapshots, self.model_dir, self.directory, holder, spares)
 
     @property
     def checkpoints(self) -> Path:
@@ -176,7 +199,9 @@ class Site:
 
     @cached_property
     def snapshots(self) -> Snapshots:
-        return Snapshots(self.job.snapshots)
+        job = self.job
+        folders = SnapshotFolders(job.snapshots, job.snapshots_in_memory, self.snapshot_memory_bytes, self.warn)
+        return Snapshots(folders)
 
     @property
     def _core_node(self) -> NodeId | None:

@@ -10,16 +10,19 @@ else or does not answer is gone on without. What a fetch that was cut short has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from gyre.actors.messages_snapshots import Chunk, GetChunk, GetHeld, GetManifest, Held, SnapshotManifest
 from gyre.actors.runtime import Ref
 from gyre.actors.snapshot_service import Snapshots
 from gyre.errors import GyreError, Refused, StorageFull, Unavailable
 from gyre.kv_migrate.chunks import Ask, Chunks
-from gyre.train.gathering import Gathering, begin_gathering, checked_manifest, find_gathering
-from gyre.train.snapshot import SnapshotTorn, snapshot_path, verify
+from gyre.train.gathering import Gathering, checked_manifest
+
+T = TypeVar("T")
 
 ASK_S = 5.0
 CHUNK_S = 15.0
@@ -36,28 +39,49 @@ ABSENT_S = 2.0
 async def fetch(me: str, snapshots: Snapshots, version: int, digest: str, sources: Sequence[tuple[str, Ref]]) -> Path:
     """The folder of the version, whole. `sources` are other nodes, and each one's SnapshotService.
 
-    Raises Unavailable with each source's reason when none can give it, StorageFull, and Refused for a version that is
-    being fetched already. What has come is kept for the next try.
+    Raises Unavailable when its files cannot be read or written, and with each source's reason when none can give it;
+    StorageFull; and Refused for a version that is being fetched already. What has come is kept for the next try.
     """
-    path, refs = snapshot_path(snapshots.snapshots_dir, version), dict(sources)
-    with snapshots.fetched(version, digest):
-        if await asyncio.to_thread(_is_whole, path, digest):
-            return path
-        gathering = await asyncio.to_thread(find_gathering, snapshots.snapshots_dir, version, digest)
-        if gathering is None:
-            manifest = await _manifest(version, digest, refs)
-            gathering = await asyncio.to_thread(begin_gathering, snapshots.snapshots_dir, version, digest, manifest)
-        await asyncio.to_thread(snapshots.serve_on, gathering)
-        await _Fetch(me, gathering, refs).run()
-        return await asyncio.to_thread(gathering.commit)
-
-
-def _is_whole(path: Path, digest: str) -> bool:
     try:
-        verify(path, digest)
-    except SnapshotTorn:
-        return False
-    return True
+        with snapshots.fetched(version, digest):
+            return await _fetched(me, snapshots, version, digest, dict(sources))
+    except OSError as error:
+        raise Unavailable(f"snapshot {version} cannot be kept: {error}") from error
+
+
+async def _fetched(me: str, snapshots: Snapshots, version: int, digest: str, refs: dict[str, Ref]) -> Path:
+    folders = snapshots.folders
+    found = await to_its_end(folders.find_whole, version, digest)
+    if found is not None:
+        return found
+    gathering = await to_its_end(folders.find_gathering, version, digest)
+    if gathering is None:
+        manifest = await _manifest(version, digest, refs)
+        gathering = await to_its_end(folders.begin, version, digest, manifest)
+    try:
+        return await _gather(me, snapshots, gathering, refs)
+    except StorageFull as full:
+        gathering = await to_its_end(folders.go_on_on_disk, gathering, full)
+    return await _gather(me, snapshots, gathering, refs)
+
+
+async def _gather(me: str, snapshots: Snapshots, gathering: Gathering, refs: dict[str, Ref]) -> Path:
+    await to_its_end(snapshots.serve_on, gathering)
+    await _Fetch(me, gathering, refs).run()
+    return await to_its_end(gathering.commit)
+
+
+async def to_its_end(work: Callable[..., T], *args: object) -> T:
+    """In a thread. Who is cancelled meanwhile waits for it: the next fetch writes to the same folder."""
+    doing = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        while not doing.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([doing])
+        doing.exception()  # nobody is left to be told
+        raise
 
 
 async def _manifest(version: int, digest: str, refs: dict[str, Ref]) -> bytes:
@@ -177,7 +201,7 @@ class _Fetch:
 
     async def _keep(self, ask: Ask, data: bytes) -> None:
         try:
-            right = await asyncio.to_thread(self._gathering.put, ask.chunk, data)
+            right = await to_its_end(self._gathering.put, ask.chunk, data)
         except (OSError, StorageFull) as error:
             self._failed = error
             return

@@ -1,6 +1,6 @@
 """The snapshots of a node as other nodes have them: whole ones, and those that are being fetched.
 
-    snapshots = Snapshots(site.job.snapshots)
+    snapshots = Snapshots(SnapshotFolders(site.job.snapshots))
     site.refs["snapshots"] = system.spawn("snapshots", lambda: SnapshotService(snapshots))
 
 A version is served as soon as its first chunk is here (gyre.actors.snapshot_fetch fills it, gyre.train.gathering keeps
@@ -16,20 +16,21 @@ from pathlib import Path
 
 from gyre.actors.messages_snapshots import Chunk, GetChunk, GetHeld, GetManifest, Held, SnapshotManifest
 from gyre.actors.runtime import Actor, handles
+from gyre.actors.snapshot_folders import SnapshotFolders
 from gyre.errors import Refused
 from gyre.train.gathering import Gathering, checked_manifest, clear_gatherings, gathering_path, read_chunk
-from gyre.train.snapshot import MANIFEST, ChunkPlace, SnapshotTorn, snapshot_path
+from gyre.train.snapshot import MANIFEST, ChunkPlace, SnapshotTorn
 
 
 class Snapshots:
-    """What this node holds. Its methods read the disk: they are for a thread."""
+    """What this node holds, on disk or in shared memory. Its methods read files: they are for a thread."""
 
-    def __init__(self, snapshots_dir: Path) -> None:
-        self.snapshots_dir = snapshots_dir
+    def __init__(self, folders: SnapshotFolders) -> None:
+        self.folders = folders
         self.sent_bytes = 0
         """To other nodes, of chunks."""
         self._fetched: dict[tuple[int, str], Gathering | None] = {}
-        self._whole: dict[tuple[int, str], tuple[ChunkPlace, ...]] = {}
+        self._whole: dict[tuple[int, str], tuple[Path, tuple[ChunkPlace, ...]]] = {}
 
     @contextmanager
     def fetched(self, version: int, digest: str) -> Generator[None]:
@@ -45,13 +46,14 @@ class Snapshots:
     def serve_on(self, gathering: Gathering) -> None:
         """Serve what is there of a version that is fetched. What fetches that are over have left is deleted."""
         self._fetched[gathering.manifest.version, gathering.digest] = gathering
-        clear_gatherings(self.snapshots_dir, [gathering_path(self.snapshots_dir, *key) for key in self._fetched])
+        for parent in self.folders.parents:
+            clear_gatherings(parent, [gathering_path(parent, *key) for key in self._fetched])
 
     def held(self, version: int, digest: str) -> bytes | None:
         """As of Held. Raises Refused."""
         gathering = self._fetched.get((version, digest))
         if gathering is None:
-            self._places(version, digest)
+            self._find(version, digest)
             return None
         return gathering.have.to_bytes((len(gathering.chunks) + 7) // 8, "little")
 
@@ -63,9 +65,9 @@ class Snapshots:
                 return gathering.manifest_bytes()
         except OSError:
             pass  # it has its final name by now
-        self._places(version, digest)
+        path, _ = self._find(version, digest)
         try:
-            return (snapshot_path(self.snapshots_dir, version) / MANIFEST).read_bytes()
+            return (path / MANIFEST).read_bytes()
         except OSError as error:
             raise _not_held(version) from error
 
@@ -77,30 +79,31 @@ class Snapshots:
                 return gathering.read(number)
         except (OSError, EOFError):
             pass  # it has its final name by now
-        places = self._places(version, digest)
+        path, places = self._find(version, digest)
         if not 0 <= number < len(places):
             raise Refused(f"snapshot {version} has chunks 0 to {len(places) - 1}, and {number} is asked for")
         try:
-            return read_chunk(snapshot_path(self.snapshots_dir, version), places[number])
+            return read_chunk(path, places[number])
         except (OSError, EOFError) as error:
             self._whole.pop((version, digest), None)
             raise Refused(f"chunk {number} of snapshot {version} cannot be read here any more: {error}") from error
 
-    def _places(self, version: int, digest: str) -> tuple[ChunkPlace, ...]:
-        """The chunks of a version that is here whole. Raises Refused."""
+    def _find(self, version: int, digest: str) -> tuple[Path, tuple[ChunkPlace, ...]]:
+        """A version that is here whole: its folder and its chunks. Raises Refused."""
         key = (version, digest)
-        path = snapshot_path(self.snapshots_dir, version)
-        if key not in self._whole:
-            try:
-                manifest = checked_manifest((path / MANIFEST).read_bytes(), version, digest)
-            except OSError as error:
-                raise _not_held(version) from error
-            except SnapshotTorn as torn:
-                raise Refused(f"another snapshot {version} is held here: {torn}") from torn
-            self._whole[key] = manifest.chunks
-        elif not path.is_dir():
-            del self._whole[key]
+        if key in self._whole and self._whole[key][0].is_dir():
+            return self._whole[key]
+        self._whole.pop(key, None)  # it is gone, or lies elsewhere by now
+        path = self.folders.find(version, digest) or self.folders.find(version)
+        if path is None:
             raise _not_held(version)
+        try:
+            manifest = checked_manifest((path / MANIFEST).read_bytes(), version, digest)
+        except OSError as error:
+            raise _not_held(version) from error
+        except SnapshotTorn as torn:
+            raise Refused(f"another snapshot {version} is held here: {torn}") from torn
+        self._whole[key] = (path, manifest.chunks)
         return self._whole[key]
 
 

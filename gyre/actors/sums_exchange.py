@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gyre.actors.messages import StageSums
+from gyre.actors.messages_replica import StageSums
 from gyre.errors import Refused
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.staging import Staging

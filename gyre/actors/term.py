@@ -101,4 +101,5 @@ class Term:
     async def end_job(self, state: JobState, reason: str) -> None:
         await self.update_job(state=state, reason=reason)
         if self.token:
-            self._site.say(f"the job has {state.value}{': ' + reason if reason else ''}")
+            tell = self._site.warn if state is JobState.FAILED else self._site.say
+            tell(f"the job has {state.value}{': ' + reason if reason else ''}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from gyre.actors.reference import Served
     from gyre.actors.runtime import Ref
 
 K = TypeVar("K", bound=Hashable)
@@ -51,7 +52,7 @@ class Watches(Generic[K]):
     def __len__(self) -> int:
         return len(self._take_back)
 
-    def begin(self, key: K, ref: Ref, died: Callable[[str], None]) -> None:
+    def begin(self, key: K, ref: Ref | Served, died: Callable[[str], None]) -> None:
         """`died` is called once, and not after `end`. A watch that is there already stays the only one."""
 
         def once(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""`gyrectl actor …`: what the actors of a job's processes on this machine are at.
+"""`gyrectl actor …`: what the actors of a job's processes are at, on this machine, or on every node of a cluster.
 
 Each process is asked by itself, before its actors' mailboxes: one that is stuck is seen too.
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,9 +17,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gyre.actors.inspection import ActorInfo, ActorList, ListActors
+from gyre.actors.inspection import ActorInfo, ActorList, ListActors, totals_by_kind
 from gyre.actors.remote import connect
-from gyre.cli.client import find_job
+from gyre.cli.client import Job, find_job, reading
+from gyre.cli.saying import Cluster
 from gyre.errors import BadInput, GyreError, Unavailable
 from gyre.jobdir import JobDir
 from gyre.wire import to_plain
@@ -34,12 +36,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @actor_app.command("list")
-def list_actors(folder: Dir = None, as_json: AsJson = False) -> None:
+def list_actors(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """List the actors of gyred, the gateway and the replicas: what waits, since when, what is in hand.
 
     gyrectl actor list
     """
-    processes = _asked(folder)
+    processes = _asked(folder, cluster)
     if as_json:
         sys.stdout.write(json.dumps({name: to_plain(listed) for name, listed in processes.items()}) + "\n")
         return
@@ -58,13 +60,14 @@ def list_actors(folder: Dir = None, as_json: AsJson = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(help="The actor, as `gyrectl actor list` names it.", show_default=False)],
     folder: Dir = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Show all that is known of one actor.
 
     gyrectl actor show node-0/core
     """
-    processes = _asked(folder)
+    processes = _asked(folder, cluster)
     known = {actor.name: actor for listed in processes.values() for actor in listed.actors}
     found = known.get(name)
     if found is None:
@@ -87,20 +90,25 @@ def show(
 
 
 @actor_app.command()
-def metrics(folder: Dir = None) -> None:
-    """Print the actors' figures as Prometheus metrics, for a textfile collector.
+def metrics(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """Print the actors' figures as Prometheus metrics, for a textfile collector; or in JSON, by process and kind.
 
     gyrectl actor metrics > /var/lib/node_exporter/gyre.prom
     """
     from gyre.telemetry.actor_metrics import render
 
-    sys.stdout.write(render(_asked(folder)).decode())
+    processes = _asked(folder, cluster)
+    if as_json:
+        totals = {name: [to_plain(each) for each in totals_by_kind(listed)] for name, listed in processes.items()}
+        sys.stdout.write(json.dumps(totals) + "\n")
+        return
+    sys.stdout.write(render(processes).decode())
 
 
-def _asked(folder: Path | None) -> dict[str, ActorList]:
+def _asked(folder: Path | None, cluster: Path | None) -> dict[str, ActorList]:
     """What each process of the job answers; those that do not are named on stderr."""
     try:
-        processes, silent = asyncio.run(ask_all(find_job(folder)))
+        processes, silent = asyncio.run(ask_all(find_job(folder, cluster)))
     except GyreError as error:
         _fail(error)
     for name, reason in silent.items():
@@ -108,8 +116,35 @@ def _asked(folder: Path | None) -> dict[str, ActorList]:
     return processes
 
 
-async def ask_all(job: JobDir) -> tuple[dict[str, ActorList], dict[str, str]]:
-    """The answers of the job's processes, gyred first, and why others gave none. Raises Unavailable for gyred's."""
+async def ask_all(job: Job) -> tuple[dict[str, ActorList], dict[str, str]]:
+    """The answers of the job's processes, gyred first, and why others gave none. Raises Unavailable for gyred's; of a
+    cluster's job, where none answers."""
+    if isinstance(job, JobDir):
+        answers = await _ask_here(job)
+        if not isinstance(answers.get("node"), ActorList):
+            raise Unavailable(f"the job in {job.root} is not running") from answers.get("node")  # type: ignore[misc]
+    else:
+        async with reading(job) as (store, keys):
+            places = await job.processes(store, keys)
+        answers = {
+            name: _of(name, told) for name, told in (await job.ask_all(places, ListActors(), ASK_S, ActorList)).items()
+        }
+        if not any(isinstance(answer, ActorList) for answer in answers.values()):
+            why = next(iter(answers.values()), None)
+            raise Unavailable(f"no node of the cluster {job.file.cluster} answers{f': {why}' if why else ''}")
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, ActorList)}
+    return found, {name: str(answer) for name, answer in answers.items() if not isinstance(answer, ActorList)}
+
+
+def _of(process: str, told: ActorList | GyreError) -> ActorList | GyreError:
+    """Every node has children of the same names: their actors are named after the node too."""
+    node, _, child = process.partition("/")
+    if not child or not isinstance(told, ActorList):
+        return told
+    return replace(told, actors=tuple(replace(actor, name=f"{node}/{actor.name}") for actor in told.actors))
+
+
+async def _ask_here(job: JobDir) -> Mapping[str, ActorList | GyreError]:
     secret = job.secret()
     names = sorted((path.stem for path in job.sockets.glob("*.sock")), key=lambda name: (name != "node", name))
 
@@ -120,13 +155,7 @@ async def ask_all(job: JobDir) -> tuple[dict[str, ActorList], dict[str, str]]:
             except Unavailable as error:
                 return error
 
-    answers: Mapping[str, ActorList | Unavailable] = dict(
-        zip(names, await asyncio.gather(*map(ask, names)), strict=True)
-    )
-    if not isinstance(answers.get("node"), ActorList):
-        raise Unavailable(f"the job in {job.root} is not running") from answers.get("node")  # type: ignore[misc]
-    found = {name: answer for name, answer in answers.items() if isinstance(answer, ActorList)}
-    return found, {name: str(answer) for name, answer in answers.items() if not isinstance(answer, ActorList)}
+    return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
 
 
 def _row(actor: ActorInfo) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What `gyrectl check` and `gyrectl up` test of a job file beyond its shape: that what it names is there.
+"""What `gyrectl config check` and `gyrectl up` test of a job file beyond its shape: that what it names is there.
 
 Each fault is one line naming the key, the value and what is allowed.
 """
@@ -7,37 +7,34 @@ from __future__ import annotations
 
 import json
 import socket
-import tomllib
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
 from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
-from gyre.errors import GyreError
+from gyre.errors import BadInput, GyreError
 from gyre.harness.confine import choose
 from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import open_source
+from gyre.kv_migrate.choice import choose as choose_transport
+from gyre.kv_migrate.choice import look
+from gyre.train.shape import read_shape, require_shares
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+_HAS_SGLANG = "import importlib.util as u; raise SystemExit(0 if u.find_spec('sglang') else 1)"
+_PYTHON_S = 60.0
 
 
 def check_job(spec: JobSpec, base: Path) -> list[str]:
     """Every fault of a job file whose shape is right. `base` is the folder that relative paths start from."""
     faults: list[str] = []
-    for test in (_model, _renderer, _tasks, _harness, _port):
+    for test in (_model, _ranks, _engine, _renderer, _tasks, _harness, _port):
         try:
             faults += test(spec, base)
         except GyreError as error:
             faults.append(str(error))
     return faults
-
-
-def is_node_file(file: Path) -> bool:
-    """Whether it says what a node is, and not what a job is. A file that cannot be read is neither."""
-    try:
-        return "node" in tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
 
 
 def _model(spec: JobSpec, base: Path) -> list[str]:
@@ -62,6 +59,40 @@ def _model(spec: JobSpec, base: Path) -> list[str]:
             f"sampling.max_tokens: {spec.sampling.max_tokens} is not allowed; less than model.context_tokens ({spec.model.context_tokens})"
         )
     return faults
+
+
+def _ranks(spec: JobSpec, base: Path) -> list[str]:
+    ranks, engine = spec.cells.train_ranks, spec.engine
+    if ranks == 1:
+        return []
+    if engine.kind == "sglang" and engine.device == "cuda" and ranks > engine.tensor_parallel:
+        return [
+            f"cells.train_ranks: {ranks} is not allowed; a cell has engine.tensor_parallel ({engine.tensor_parallel}) GPUs"
+        ]
+    require_shares(read_shape(model_dir(spec.model.path, base)), ranks)
+    return []
+
+
+def _engine(spec: JobSpec, base: Path) -> list[str]:
+    """Whether this machine's Python has what the engine is asked to use."""
+    engine = spec.engine
+    if engine.kind == "local":
+        try:
+            choose_transport(engine.kv_transport, look(engine.kv_transport))
+        except BadInput as fault:
+            raise BadInput("engine.kv_transport", fault.value, fault.allowed) from fault
+        return []
+    python = str(base / engine.python) if "/" in engine.python else engine.python
+    try:
+        tried = subprocess.run((python, "-c", _HAS_SGLANG), capture_output=True, timeout=_PYTHON_S, check=False)
+        why = "it has no sglang" if tried.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"it gave no answer within {_PYTHON_S:g} s"
+    except OSError as error:
+        why = f"it cannot be run ({error.strerror})"
+    return (
+        [f"engine.python: {engine.python!r} is not allowed; a Python that has SGLang is expected: {why}"] if why else []
+    )
 
 
 def _renderer(spec: JobSpec, base: Path) -> list[str]:

@@ -15,7 +15,7 @@ import socket
 import sqlite3
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,22 +23,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gyre import __version__
+from gyre.actors.messages import Place
 from gyre.actors.messages_gyrectl import GetVersion, Version
-from gyre.actors.node_config import Membership, NodeConfig
+from gyre.actors.node_config import NodeConfig
 from gyre.actors.peers import Peers
 from gyre.actors.runtime import LocalRef
+from gyre.actors.snapshot_folders import held_by
 from gyre.cli import client, findings
 from gyre.cli.findings import Finding, State
 from gyre.config import JobSpec
 from gyre.errors import BadInput, GyreError, Refused
 from gyre.harness.confine import choose
 from gyre.harness.profiles import Settings, profile
+from gyre.ids import NodeId
 from gyre.jobdir import JobDir
 from gyre.kv_migrate import choice as transports
 from gyre.store.open import keys_for
-from gyre.store.records import JobRecord, NodeRecord
+from gyre.store.records import JobRecord, JobState, NodeRecord
 from gyre.store.typed import versioned
-from gyre.train.snapshot import list_snapshots
 
 if TYPE_CHECKING:
     from gyre.store.etcd.store import EtcdStore
@@ -50,24 +52,27 @@ PEER_S = 5.0
 
 async def examine(job: JobDir | None) -> list[Finding]:
     """Every finding, of the machine alone where there is no job."""
-    found = [*_training(), _transfer()]
+    found = examine_installation()
     if job is None:
-        return [*found, *_certificates(PKI), _sandbox("auto"), _disk(Path.cwd(), 0)]
+        return [*found, *examine_certificates(PKI), examine_sandbox("auto"), examine_disk(Path.cwd(), 0)]
     try:
         spec, base = client.read_spec(job), _base(job)
     except BadInput as error:
         return [*found, Finding("job", State.FAULT, str(error), "name another folder with --dir")]
-    membership = NodeConfig.load(job.node_file).membership
+    config = NodeConfig.load(job.node_file)
+    membership, node = config.membership, config.name if config.membership else None
     held = membership.credentials if membership else None
-    found += _certificates(PKI, *((held.ca, held.certificate) if held else ()))
+    found += examine_certificates(PKI, *((held.ca, held.certificate) if held else ()))
     url, running = client.store_url(job), client.gyred_of(job) is not None
-    found += await _etcd(url, spec) if url.startswith("etcd:") else [_embedded(job)]
+    found += await examine_etcd(url, spec.job.name) if url.startswith("etcd:") else [_embedded(job)]
     if running:
-        found += await _gyred(job)
+        found += await _gyred(job, node)
+    elif (gone := findings.gyred_gone(await _state(job), node, fell=job.gyred_file.exists())) is not None:
+        found.append(gone)
     found += await _cluster(job, spec, base)
     found.append(_port(spec, running=running))
-    found.append(_disk(job.root, _snapshot_bytes(job)))
-    found.append(_sandbox(spec.harness.confine))
+    found.append(examine_disk(job.root, _snapshot_bytes(job)))
+    found.append(examine_sandbox(spec.harness.confine))
     found.append(_harness(spec, base))
     return list({(each.what, each.found): each for each in found}.values())  # one certificate, named twice
 
@@ -96,8 +101,8 @@ def _embedded(job: JobDir) -> Finding:
     return Finding("store", State.OK, f"{job.store} is whole")
 
 
-async def _etcd(url: str, spec: JobSpec) -> list[Finding]:
-    """Each endpoint by itself, and the certificates of the URL."""
+async def examine_etcd(url: str, name: str | None) -> list[Finding]:
+    """Each endpoint by itself, and the certificates of the URL. `name`: of the job that it should know."""
     from gyre.store.etcd.address import EtcdAddress
     from gyre.store.etcd.store import EtcdStore
 
@@ -109,17 +114,17 @@ async def _etcd(url: str, spec: JobSpec) -> list[Finding]:
     for endpoint in address.endpoints:
         store = EtcdStore(replace(address, endpoints=(endpoint,)), read_only=True)
         try:
-            job = await store.get(keys_for(url, spec.job.name).job)
+            job = await store.get(keys_for(url, name or "none").job)
         except GyreError as error:
             mend = "see that it runs (etcdctl endpoint health) and that this node reaches it"
             found.append(Finding("store", State.FAULT, f"{endpoint}: {error}", mend))
         else:
-            began = "the job has begun" if job and versioned(job, JobRecord) else "it knows no such job yet"
-            answers = Finding("store", State.OK, f"{endpoint} answers; {began}")
+            began = "; the job has begun" if job and versioned(job, JobRecord) else "; it knows no such job yet"
+            answers = Finding("store", State.OK, f"{endpoint} answers{began if name else ''}")
             found.append(findings.quota(endpoint, await _alarms(store)) or answers)
         finally:
             await store.close()
-    return found + _certificates(*(path for path in (address.ca, address.cert) if path is not None))
+    return found + examine_certificates(*(path for path in (address.ca, address.cert) if path is not None))
 
 
 async def _alarms(store: EtcdStore) -> list[str]:
@@ -134,7 +139,7 @@ async def _alarms(store: EtcdStore) -> list[str]:
     return sorted({str(kinds[each.alarm].name) for each in answer.alarms})
 
 
-def _certificates(*places: Path) -> list[Finding]:
+def examine_certificates(*places: Path) -> list[Finding]:
     """Those at `places`, each a file or a folder of them."""
     files = (sorted(place.glob("*.pem")) if place.is_dir() else [place] for place in places)
     paths = list({path.resolve(): path for some in files for path in some if path.exists()}.values())
@@ -159,16 +164,24 @@ def _certificates(*places: Path) -> list[Finding]:
 # ---------------------------------------------------------------------------------------------- the node
 
 
-async def _gyred(job: JobDir) -> list[Finding]:
+async def _state(job: JobDir) -> JobState | None:
+    try:
+        async with client.reading(job) as (store, keys):
+            found = await store.get(keys.job, JobRecord)
+    except GyreError:  # told by the finding of the store
+        return None
+    return None if found is None else found.record.state
+
+
+async def _gyred(job: JobDir, node: NodeId | None) -> list[Finding]:
     try:
         there = await client.version(job)
     except GyreError as error:
-        mend = f"its log says what it is at ({job.logs / 'gyred.log'}); gyrectl up JOB --resume starts a new one"
-        return [Finding("gyred", State.FAULT, f"it lives and does not answer: {error}", mend)]
+        return [findings.gyred_silent(str(error), node, job.logs)]
     ours = (("gyre", __version__), ("Python", platform.python_version()))
     return [
         Finding("gyred", State.OK, "it runs and answers"),
-        findings.versions(ours, (("gyre", there.gyre), ("Python", there.python))),
+        findings.versions(ours, (("gyre", there.gyre), ("Python", there.python)), node),
         findings.clock(there.unix_s - time.time(), "gyred"),
     ]
 
@@ -185,7 +198,13 @@ async def _cluster(job: JobDir, spec: JobSpec, base: Path) -> list[Finding]:
     except GyreError:  # told by the finding of the store
         return []
     others = [node for node in nodes if node.node != config.name]
-    found = await _peers(config, membership, others)
+    running = client.gyred_of(job) is not None
+    found = findings.nodes(config.name, {node.node: node.trouble for node in nodes}, running=running)
+    try:
+        async with Peers(f"{config.name}/doctor", membership.credentials, _nobody) as peers:
+            found += await examine_nodes(peers, [Place(node.node, node.address) for node in others])
+    except GyreError as error:
+        found.append(Finding("peer", State.FAULT, str(error), "mend ca, certificate and key in node.toml"))
     folder = base / spec.checkpoint.dir if spec.checkpoint.dir else None
     checkpoints = findings.checkpoints(folder, len(nodes), there=folder is not None and folder.is_dir())
     stand = await client.copies(job, config.name) if spec.journal.copies else None
@@ -193,26 +212,23 @@ async def _cluster(job: JobDir, spec: JobSpec, base: Path) -> list[Finding]:
     return [*found, *(each for each in (checkpoints, copies) if each is not None)]
 
 
-async def _peers(config: NodeConfig, membership: Membership, others: list[NodeRecord]) -> list[Finding]:
+async def examine_nodes(peers: Peers, nodes: Sequence[Place]) -> list[Finding]:
+    """Each of these gyreds, as it answers: its versions, and its clock."""
     ours = (("gyre", __version__), ("Python", platform.python_version()))
     told: dict[str, tuple[tuple[str, str], ...] | str] = {}
     clocks: list[Finding] = []
 
-    async def ask(node: NodeRecord) -> None:
+    async def ask(node: Place) -> None:
         try:
             asked_s = time.time()
-            there = await peers.ref(node.node, node.address, "node").ask(GetVersion(), PEER_S, Version)
+            there = await peers.ref(node.process, node.address, "node").ask(GetVersion(), PEER_S, Version)
         except GyreError as error:
-            told[node.node] = f"{node.address} does not answer: {error}"
+            told[node.process] = f"{node.address} does not answer: {error}"
             return
-        told[node.node] = (("gyre", there.gyre), ("Python", there.python))
-        clocks.append(findings.clock(there.unix_s - (asked_s + time.time()) / 2, node.node))
+        told[node.process] = (("gyre", there.gyre), ("Python", there.python))
+        clocks.append(findings.clock(there.unix_s - (asked_s + time.time()) / 2, node.process))
 
-    try:
-        async with Peers(f"{config.name}/doctor", membership.credentials, _nobody) as peers:
-            await asyncio.gather(*(ask(node) for node in others))
-    except GyreError as error:
-        return [Finding("peer", State.FAULT, str(error), "mend ca, certificate and key in node.toml")]
+    await asyncio.gather(*(ask(node) for node in nodes))
     return [*findings.peers(ours, told), *clocks]
 
 
@@ -236,18 +252,18 @@ def _port(spec: JobSpec, *, running: bool) -> Finding:
     return Finding("port", State.OK, f"{host}:{port} is {'served' if running else 'free'}")
 
 
-def _disk(place: Path, snapshot_bytes: int) -> Finding:
+def examine_disk(place: Path, snapshot_bytes: int) -> Finding:
     usage = shutil.disk_usage(place)
     return findings.disk(place, usage.free, usage.total, snapshot_bytes)
 
 
 def _snapshot_bytes(job: JobDir) -> int:
     """Of the newest one."""
-    kept = list_snapshots(job.snapshots)
-    return sum(file.stat().st_size for file in max(kept)[1].iterdir()) if kept else 0
+    held = held_by(job)
+    return sum(file.stat().st_size for file in held[max(held)].iterdir()) if held else 0
 
 
-def _sandbox(confine: str) -> Finding:
+def examine_sandbox(confine: str) -> Finding:
     if confine == "unconfined":
         mend = "install bubblewrap or allow user namespaces, and leave --unconfined out"
         return Finding("sandbox", State.WARNING, "the job lets its runs act as you", mend)
@@ -272,19 +288,19 @@ def _passes(what: str, look: Callable[[], str]) -> Finding:
         return Finding(what, State.FAULT, str(error))
 
 
-def _training() -> list[Finding]:
-    """What a replica needs. It is looked for and not loaded."""
+def examine_installation() -> list[Finding]:
+    """What a replica needs, and what would carry KV blocks. It is looked for and not loaded."""
     found: list[Finding] = []
     for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
         if importlib.util.find_spec(module) is None:
             found.append(Finding(module, State.FAULT, "is not installed", "pip install 'gyre[train]'"))
         else:
             found.append(Finding(module, State.OK, f"{package} {importlib.metadata.version(package)}"))
-    return found
+    return [*found, _transfer()]
 
 
 def _transfer() -> Finding:
-    """What would carry KV blocks; a device that is not used is worth a word."""
+    """A device that is not used is worth a word."""
     host = transports.look(transports.AUTO)
     chosen = transports.choose(transports.AUTO, host)
     if host.devices and chosen.kind is transports.Kind.TCP:

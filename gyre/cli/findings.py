@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from gyre.actors.messages_journals import Copies
+from gyre.ids import NodeId
+from gyre.store.records import JobState
 
 
 class State(StrEnum):
@@ -62,6 +64,21 @@ def disk(place: Path, free_bytes: int, total_bytes: int, snapshot_bytes: int) ->
     return Finding("disk", State.OK, found)
 
 
+def shared_memory(place: Path, free_bytes: int, wanted_bytes: int) -> Finding:
+    """Whether a node's snapshots of other nodes have the room that its file gives them."""
+    found = f"{_size(free_bytes)} free at {place}; node.snapshot_memory_mib gives snapshots {_size(wanted_bytes)}"
+    if free_bytes < wanted_bytes:
+        mend = "what does not fit goes to the disk: make it larger (mount -o remount,size=…, --shm-size), or set less"
+        return Finding("shm", State.WARNING, found, mend)
+    return Finding("shm", State.OK, found)
+
+
+def silent(node: NodeId) -> Finding:
+    """Of a node of a cluster where nobody listens."""
+    mend = f"systemctl start gyred@{node}, or gyred --config with this file; {_journal(node)}, has why it ended"
+    return Finding("gyred", State.WARNING, f"{node}'s does not run", mend)
+
+
 def clock(ahead_s: float, whose: str) -> Finding:
     """`ahead_s`: how far `whose` clock is before this one's."""
     if abs(ahead_s) <= CLOCK_OFF_S:
@@ -92,6 +109,24 @@ def peers(ours: Sequence[tuple[str, str]], theirs: Mapping[str, Sequence[tuple[s
             found.append(Finding("peer", State.FAULT, f"{node} has {other}", mend))
         else:
             found.append(Finding("peer", State.OK, f"{node} is reached, and has this version"))
+    return found
+
+
+def troubles(whys: Mapping[str, str]) -> list[Finding]:
+    """`whys`: why each node that is there takes no runs, empty where it does."""
+    return [
+        Finding("node", State.WARNING, f"{node} gets no runs: {why}", "mend that; it takes runs again by itself")
+        for node, why in sorted(whys.items())
+        if why
+    ]
+
+
+def nodes(me: str, whys: Mapping[str, str], *, running: bool) -> list[Finding]:
+    """The nodes' troubles, as above. `me` should be there if it is running."""
+    found = troubles(whys)
+    if running and me not in whys:
+        mend = "its log says why; a node that has just begun needs some seconds"
+        found.append(Finding("node", State.FAULT, f"{me} runs and is not in the cluster", mend))
     return found
 
 
@@ -127,11 +162,38 @@ def copies(stand: Copies, nodes: int) -> Finding | None:
     return Finding("copies", State.WARNING, f"{lacks}: {stand.why}", mend)
 
 
-def versions(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> Finding:
-    """(name, version) of gyrectl's and of gyred's."""
+def gyred_silent(error: str, node: NodeId | None, logs: Path) -> Finding:
+    """`node`: of a cluster, the one that it is gyred of; None: of a job that has one node."""
+    mend = f"its log says what it is at ({logs / 'gyred.log'}); gyrectl up JOB --resume starts a new one"
+    if node is not None:
+        mend = f"its log says what it is at ({_journal(node)}); {_kill(node)}, and the next one adopts its children"
+    return Finding("gyred", State.FAULT, f"it lives and does not answer: {error}", mend)
+
+
+def gyred_gone(state: JobState | None, node: NodeId | None, *, fell: bool) -> Finding | None:
+    """Of a gyred that does not run: whether it should. `state` is the job's, None where that is not known; `fell`: it was
+    not told to end. A lone job that was stopped waits until somebody resumes it."""
+    if state in (JobState.FINISHED, JobState.FAILED) or not (fell or (node is not None and state is not None)):
+        return None
+    if node is None:
+        return Finding("gyred", State.FAULT, "it has died, and the job has not ended", "gyrectl up JOB --resume")
+    mend = f"systemctl start gyred@{node}, or gyred --config with this node's file; {_journal(node)}, has why it ended"
+    return Finding("gyred", State.FAULT, f"{node}'s does not run, and the job has not ended", mend)
+
+
+def _journal(node: NodeId) -> str:
+    return f"journalctl -u gyred@{node}, or where its standard error goes"
+
+
+def _kill(node: NodeId) -> str:
+    return f"systemctl kill -s KILL --kill-who=main gyred@{node} starts another"
+
+
+def versions(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]], node: NodeId | None = None) -> Finding:
+    """(name, version) of gyrectl's and of gyred's; `node` as in `gyred_silent`."""
     if other := _others(ours, theirs):
-        mend = "start it again from this installation (gyrectl stop, gyrectl up JOB --resume)"
-        return Finding("versions", State.FAULT, f"gyred has {other}", mend)
+        how = "gyrectl stop, gyrectl up JOB --resume" if node is None else f"systemctl restart gyred@{node}"
+        return Finding("versions", State.FAULT, f"gyred has {other}", f"start it again from this installation ({how})")
     return Finding(
         "versions", State.OK, "gyred and gyrectl: " + ", ".join(f"{name} {version}" for name, version in ours)
     )

@@ -15,31 +15,35 @@ if Path(sys.argv[0]).name in ("gyrectl", "gyrectl.py"):
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
+from gyre import __version__
 from gyre.cli import client, live
 from gyre.cli.actor_cli import actor_app
 from gyre.cli.cluster_cli import cell_app, leader_app, node_app, snapshot_app
+from gyre.cli.config_cli import config_app
 from gyre.cli.pki_cli import pki_app
 from gyre.cli.run_cli import run_app
+from gyre.cli.saying import Cluster, NodeFile, say
 from gyre.cli.up import Options
 from gyre.cli.up import up as run_up
 from gyre.cli.work_cli import group_app, job_app, step_app
-from gyre.config import JobFileError, load_job
 from gyre.errors import BadInput, GyreError, Refused
+from gyre.jobdir import JobDir
 from gyre.wire import to_plain
 
 if TYPE_CHECKING:
-    from gyre.cli.doctor import Finding
+    from gyre.cli.findings import Finding
+    from gyre.cli.report import Report
 
 T = TypeVar("T")
 
 app = typer.Typer(
-    help="Steer Gyre: elastic online RL for agents in unmodified harnesses.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -52,6 +56,7 @@ app.add_typer(leader_app, name="leader")
 app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(group_app, name="group")
 app.add_typer(step_app, name="step")
+app.add_typer(config_app, name="config")
 app.add_typer(pki_app, name="pki")
 console = Console()
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -61,9 +66,24 @@ Dir = Annotated[Path | None, typer.Option("--dir", help="The job's folder; defau
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"gyrectl {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print gyrectl's version.")
+    ] = False,
+) -> None:
+    """Steer Gyre: elastic online RL for agents in unmodified harnesses."""
+
+
 def _fail(error: Exception) -> int:
     errors.print(str(error), style="red", markup=False)
-    return 2 if isinstance(error, BadInput | JobFileError) else 1
+    return 2 if isinstance(error, BadInput) else 1
 
 
 def _run(work: Callable[[], Awaitable[T]]) -> T:
@@ -112,28 +132,12 @@ def up(
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="A job file, or a node.toml.", show_default=False)]) -> None:
-    """Validate a job file or a node.toml: each fault is one line naming the key, the value and what is allowed.
+def status(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """Show a running job: phase, reward, water level, cells, switches. It says when the state store is away.
 
-    gyrectl check job.toml
+    gyrectl status --json
     """
-    from gyre.actors.node_config import NodeConfig
-    from gyre.cli.check import check_job, is_node_file
-
-    try:
-        if is_node_file(file):
-            NodeConfig.load(file)
-        elif faults := check_job(load_job(file), file.parent):
-            raise JobFileError(file, faults)
-    except GyreError as error:
-        raise typer.Exit(_fail(error)) from error
-    console.print(f"{file.name}: ok", markup=False)
-
-
-@app.command()
-def status(folder: Dir = None, as_json: AsJson = False) -> None:
-    """Show a running job: phase, reward, water level, cells, switches."""
-    found = _run(lambda: client.status(client.find_job(folder)))
+    found = _run(lambda: client.status(client.find_job(folder, cluster)))
     if as_json:
         sys.stdout.write(json.dumps(to_plain(found)) + "\n")
     else:
@@ -141,27 +145,37 @@ def status(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def top(folder: Dir = None, as_json: AsJson = False) -> None:
+def top(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Watch a running job, as `up` shows it, until it ends or Ctrl-C; with --json, one status a line.
 
     gyrectl top --dir runs/quickstart
     """
     from gyre.cli.top import watch
 
-    _run(lambda: watch(client.find_job(folder), console, as_json=as_json))
+    _run(lambda: watch(client.find_job(folder, cluster), console, as_json=as_json))
 
 
 @app.command()
-def doctor(folder: Dir = None, as_json: AsJson = False) -> None:
+def doctor(folder: Dir = None, cluster: Cluster = None, node: NodeFile = None, as_json: AsJson = False) -> None:
     """Look at what a job stands on: each line is ok, a warning or a fault, with the mend. Exit code 1 at a fault.
 
+    With --node at what a node of a cluster stands on, job or not; with --cluster at what can be seen of a cluster from afar.
+
     gyrectl doctor
+    gyrectl doctor --node /etc/gyre/node-a.toml
     """
-    from gyre.cli.doctor import State, examine
+    from gyre.cli.cluster_doctor import examine_cluster, examine_node
+    from gyre.cli.doctor import examine
+    from gyre.cli.findings import State
 
     async def work() -> list[Finding]:
-        # Where no job is named and none is found, there is still the machine to look at.
-        return await examine(client.find_job(folder) if folder or list(Path("runs").glob("*/job.json")) else None)
+        if node is not None:
+            return await examine_node(node)
+        named = folder or cluster or os.environ.get(client.CLUSTER)
+        if not named and not list(Path("runs").glob("*/job.json")):
+            return await examine(None)  # there is still the machine to look at
+        job = client.find_job(folder, cluster)
+        return await examine(job) if isinstance(job, JobDir) else await examine_cluster(job)
 
     findings = _run(work)
     if as_json:
@@ -174,27 +188,38 @@ def doctor(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def stop(folder: Dir = None) -> None:
-    """End a running job cleanly; it can be resumed. A cluster's job is ended by `gyrectl job stop`."""
+def stop(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """End a running job cleanly; it can be resumed. A cluster's job is ended by `gyrectl job stop`.
+
+    gyrectl stop --dir runs/quickstart
+    """
 
     async def work() -> None:
-        job = client.find_job(folder)
-        if not client.is_lone(job):
+        job = client.find_job(folder, cluster)
+        if not isinstance(job, JobDir) or not client.is_lone(job):
             raise Refused("it is a cluster's job: `gyrectl job stop` ends it, and SIGTERM ends a node's gyred")
         await client.stop(job, "gyrectl stop")
 
     _run(work)
-    console.print("stopping")
+    say("stopping", as_json=as_json, stopping=True)
 
 
 @app.command()
-def report(folder: Dir = None, as_json: AsJson = False) -> None:
-    """Print the report of a job that runs or has ended, from its records."""
-    job, found = _run(lambda: client.report(client.find_job(folder)))
+def report(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """Print the report of a job that runs or has ended, from its records.
+
+    gyrectl report --json
+    """
+
+    async def work() -> tuple[Report, str]:
+        job = client.find_job(folder, cluster)
+        return await client.report(job), str(job.report_html) if isinstance(job, JobDir) else ""
+
+    found, html = _run(work)
     if as_json:
         sys.stdout.write(json.dumps(found.to_json()) + "\n")
     else:
-        console.print(live.summary(found, str(job.report_html)))
+        console.print(live.summary(found, html))
 
 
 @app.command()
@@ -203,12 +228,16 @@ def trace(
         str, typer.Argument(help="A switch id (see report.html), a trace id, or nothing for the last.")
     ] = "",
     folder: Dir = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the waterfall of a role switch from the node's own span ring."""
+    """Print the waterfall of a role switch from the node's own span ring.
+
+    gyrectl trace
+    """
     from gyre.telemetry.waterfall import waterfall
 
-    spans = _run(lambda: client.trace(client.find_job(folder), switch))
+    spans = _run(lambda: client.trace(client.find_job(folder, cluster), switch))
     if as_json:
         sys.stdout.write(json.dumps([to_plain(span) for span in spans]) + "\n")
     else:

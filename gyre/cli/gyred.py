@@ -2,11 +2,12 @@
 
     gyred --config node.toml
 
-Signals: SIGTERM and SIGINT end it, and in a cluster its queued runs are taken by others first; at SIGHUP it reads its file
-again and takes over the log's level. Under systemd it says when it is ready, and what it does (gyre.service).
+Signals: SIGTERM and SIGINT end it. In a cluster they are a drain: its queued runs are taken by others, live ones have
+node.drain_s (300 s) to come to their end, what its engines have of other nodes' runs goes on there with its KV, and a second
+one ends it at once. At SIGHUP it reads its file again and takes over the log's level. Under systemd it says when it is ready, and what it does (gyre.service).
 
-Exit codes: 0 the job ended or gyred was told to stop; 2 bad input; 3 the job has a gyred; anything else is a crash, after
-which the next gyred adopts the children that this one left.
+Exit codes: 0 the job ended or gyred was told to stop; 2 bad input; 3 the job or the node's name has a gyred that
+lives; anything else is a crash, after which the next gyred adopts the children that this one left.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from gyre import __version__
 from gyre.actors.daemon import run_node
+from gyre.actors.node_check import load_node
 from gyre.actors.node_config import NodeConfig
-from gyre.errors import BadInput, GyreError
+from gyre.errors import BadInput, GyreError, NameTaken
 from gyre.service import Service
 from gyre.store.protocol import StoreLocked
 
@@ -34,8 +37,14 @@ _M_ARENA_MAX, _ARENAS = -8, 1
 
 def main(argv: list[str] | None = None) -> int:
     """The console script."""
-    parser = argparse.ArgumentParser(prog="gyred", description="The daemon of one Gyre node.")
+    parser = argparse.ArgumentParser(
+        prog="gyred",
+        description="The daemon of one Gyre node.",
+        epilog="SIGTERM drains a node of a cluster (node.drain_s, 300 s by default) and ends it; a second one ends it at once. "
+        "SIGHUP reads the file again. docs/operations.md has more.",
+    )
     parser.add_argument("--config", type=Path, required=True, metavar="NODE.toml", help="the node's configuration")
+    parser.add_argument("--version", action="version", version=f"gyred {__version__}")
     args = parser.parse_args(argv)
     _give_memory_back()
     logging.basicConfig(
@@ -46,11 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         asyncio.run(_run(args.config, Service.of(os.environ)))
-    except StoreLocked as error:
+    except (StoreLocked, NameTaken) as error:
         logging.getLogger("gyred").error("%s", error)
         return TAKEN
     except BadInput as error:
-        logging.getLogger("gyred").error("%s", error)
+        for line in str(error).splitlines():
+            logging.getLogger("gyred").error("%s", line)
         return 2
     except GyreError as error:
         logging.getLogger("gyred").error("%s", error)
@@ -59,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(file: Path, service: Service) -> None:
-    config = NodeConfig.load(file)
+    config = load_node(file)
     logging.getLogger().setLevel(config.log_level.upper())
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(config, file, service))
     await run_node(config, service)
@@ -69,9 +79,9 @@ def _reload(begun: NodeConfig, file: Path, service: Service) -> None:
     """Take over what may change while the node runs, and say what else has changed since it was `begun`."""
     service.reloading()
     try:
-        now = NodeConfig.load(file)
+        now = load_node(file)
     except BadInput as error:
-        line = f"not reloaded, all stays as it was: {error}"
+        line = f"not reloaded, all stays as it was: {'; '.join(str(error).splitlines())}"
     else:
         logging.getLogger().setLevel(now.log_level.upper())
         line = f"reloaded: the log's level is {now.log_level}; certificates are read at each connection"

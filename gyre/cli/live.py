@@ -16,9 +16,16 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {Role.ROLLOUT: "blue", Role.TRAIN: "dark_orange", Role.FAILED: "red"}
 
 
+AWAY = "the state store does not answer: this is as last heard; gyrectl doctor says more"
+
+
 def sparkline(values: tuple[float, ...]) -> str:
     """Rewards in [0, 1] as one character each."""
     return "".join(_BARS[min(8, max(0, round(value * 8)))] for value in values)
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else str(value)
 
 
 def _cell(cell: CellStatus) -> Text:
@@ -59,13 +66,17 @@ def render(status: Status) -> RenderableType:
         ),
     )
     rows.add_row("cells", Group(*(_cell(cell) for cell in status.cells)))
-    rows.add_row("switches", Text(f"{status.rollout_to_train} to train, {status.train_to_rollout} back"))
+    rows.add_row(
+        "switches", Text(f"{_count(status.rollout_to_train)} to train, {_count(status.train_to_rollout)} back")
+    )
     rows.add_row(
         "calls",
         Text(
             f"{status.calls:,} calls, {status.sampled_tokens:,} tokens, longest extra silence {status.max_silence_s * 1000:.0f} ms"
         ),
     )
+    if not status.store_answers:
+        rows.add_row("", Text(AWAY, style="yellow"))
     if status.phase == "paused":
         rows.add_row("", Text("paused: gyrectl job resume launches runs again", style="yellow"))
     for event in status.events[-4:]:
@@ -85,7 +96,8 @@ def plain_line(status: Status) -> str:
     )
     return (
         f"[{status.active_s:6.1f} s] {status.phase} {progress}  reward {reward}  water level {status.queued + status.live}  {roles}  "
-        f"switches {status.rollout_to_train}/{status.train_to_rollout}"
+        f"switches {_count(status.rollout_to_train)}/{_count(status.train_to_rollout)}"
+        f"{'' if status.store_answers else f'  ({AWAY})'}"
     )
 
 

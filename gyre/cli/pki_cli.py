@@ -46,7 +46,11 @@ def issue(
     name: Annotated[str, typer.Argument(help="The node's id; with --client, the person's name.", show_default=False)],
     host: Annotated[list[str] | None, typer.Option(help="A name or address that the node is reached at.")] = None,
     client: Annotated[
-        bool, typer.Option("--client", help="For a person's gyrectl; it cannot be used to serve.")
+        bool,
+        typer.Option(
+            "--client",
+            help="For a person, whose gyrectl asks nodes over their ports (gyrectl.toml); it cannot serve.",
+        ),
     ] = False,
     days: Annotated[int, typer.Option(help="How long it is valid.")] = 365,
     renew: Annotated[bool, typer.Option("--renew", help="Replace the certificate; the key stays.")] = False,

@@ -83,7 +83,7 @@ class Report:
 
 async def read_books(store: Store, keys: Keys) -> Books:
     """Read every record of the job from the state store."""
-    typed = TypedStore(store)
+    typed = TypedStore(store, away_s=0.0)
     job = await typed.get(keys.job, JobRecord)
     snapshot = await typed.get(keys.snapshot, SnapshotRecord)
     root = keys.root

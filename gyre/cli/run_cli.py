@@ -17,11 +17,10 @@ import typer
 from rich.console import Console
 
 from gyre.actors.messages_gyrectl import CancelRun, RestartRun
-from gyre.cli.client import find_job, order, reading
+from gyre.cli.client import Job, books, find_folder, find_job, order, reading
 from gyre.cli.run_files import RunFiles
 from gyre.cli.run_output import show, strict_json, visible
-from gyre.cli.saying import Yes, done, say, show_row
-from gyre.config import JobFileError
+from gyre.cli.saying import Cluster, Yes, done, say, show_row
 from gyre.errors import BadInput, GyreError, Unavailable
 from gyre.ids import RunId
 from gyre.jobdir import JobDir
@@ -41,14 +40,20 @@ CANCELLED_S, LOOK_S = 60.0, 0.1
 
 
 @run_app.command("list")
-def list_runs(folder: Dir = None, as_json: AsJson = False) -> None:
-    """List the runs that have a journal: open ones and closed ones."""
-    from gyre.cli.run_view import list_view, listed
+def list_runs(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
+    """List every run: its state, node, task and reward; and what its journal holds, where this node has that.
+
+    gyrectl run list
+    """
+    from gyre.cli.run_view import list_view, run_rows
 
     with _one_line_errors():
-        files = RunFiles(find_job(folder))
-        rows = [listed(file) for file in files.some((), None)]
-    _tell(files.unreadable)
+        job = find_job(folder, cluster)
+        files = RunFiles(job) if isinstance(job, JobDir) else None
+        found = files.books("what became of the runs") if files else asyncio.run(books(job))
+        tasks = {group.group: group.task for group in found.groups} if found else {}
+        rows = run_rows(files.some((), None) if files else (), found.runs if found else (), tasks)
+    _tell(files.unreadable if files else ())
     if as_json:
         _print_json(rows)
     else:
@@ -56,7 +61,9 @@ def list_runs(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @run_app.command()
-def tree(run: Run, attempt: Attempt = None, folder: Dir = None, as_json: AsJson = False) -> None:
+def tree(
+    run: Run, attempt: Attempt = None, folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False
+) -> None:
     """Draw a run's tree: its calls, their roles and tokens, what of it is trained, and why the rest is not.
 
     gyrectl run tree train-3-7
@@ -64,7 +71,7 @@ def tree(run: Run, attempt: Attempt = None, folder: Dir = None, as_json: AsJson 
     from gyre.cli.run_view import tree_plain, tree_view
 
     with _one_line_errors():
-        files = RunFiles(find_job(folder))
+        files = RunFiles(find_folder(folder, cluster))
         file, j_max = files.one(run, attempt), files.j_max
         fate = files.fates().of(file.run.opened.run, file.run.opened.attempt)
     _tell(files.unreadable + files.damaged)
@@ -83,6 +90,7 @@ def replay(
     ] = "",
     attempt: Attempt = None,
     folder: Dir = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a call's exact prompt and output, token by token with log-probs and weight versions.
@@ -92,7 +100,7 @@ def replay(
     from gyre.cli.run_view import replay_plain, replay_view
 
     with _one_line_errors():
-        files = RunFiles(find_job(folder))
+        files = RunFiles(find_folder(folder, cluster))
         found = files.one(run, attempt).run
         calls = [found.find(call)] if call else list(found.calls.values())
         words = files.words()
@@ -111,6 +119,7 @@ def export(
     runs: Annotated[list[str] | None, typer.Argument(help="The runs; default: all.", show_default=False)] = None,
     attempt: Attempt = None,
     folder: Dir = None,
+    cluster: Cluster = None,
 ) -> None:
     """Write runs for analysis: calls and lineages, as JSONL and as Parquet (docs/export.md has the columns).
 
@@ -119,7 +128,7 @@ def export(
     from gyre.cli.run_export import write_export
 
     with _one_line_errors():
-        files = RunFiles(find_job(folder))
+        files = RunFiles(find_folder(folder, cluster))
         written = write_export(files.some(runs or (), attempt), files.j_max, files.fates(), files.words(), out)
     _tell(files.unreadable + files.damaged)
     console = Console(highlight=False, soft_wrap=True)
@@ -131,18 +140,18 @@ def export(
 
 
 @run_app.command("show")
-def show_run(run: Run, folder: Dir = None, as_json: AsJson = False) -> None:
+def show_run(run: Run, folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Show a run's record: its task, where it lives, how it ended, its reward, and the figures of its calls.
 
     gyrectl run show t000003-07
     """
 
     async def work() -> dict[str, Any]:
-        async with reading(find_job(folder)) as (store, keys):
+        async with reading(find_job(folder, cluster)) as (store, keys):
             found = await store.get(keys.run(RunId(run)), RunRecord)
             group = None if found is None else await store.get(f"{keys.root}groups/{found.record.group}", GroupRecord)
         if found is None or group is None:
-            raise BadInput("run", run, "a run of the job; gyrectl run list names those that have begun")
+            raise _no_such(run)
         record, trace = found.record, found.record.trace
         return {
             "run": record.run,
@@ -170,33 +179,48 @@ def show_run(run: Run, folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @run_app.command()
-def restart(run: Run, yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+def restart(run: Run, yes: Yes = False, folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """End what a live run does, and have it begin again as its next attempt, on a node that takes runs.
 
     gyrectl run restart t000003-07
     """
+    job = done(lambda: _job_of(folder, cluster, run))
     if not yes:
         typer.confirm(f"What this attempt of {run} did is lost for training. Begin it again?", abort=True, err=True)
-    done(lambda: order(find_job(folder), RestartRun(RunId(run))))
+    done(lambda: order(job, RestartRun(RunId(run))))
     say(visible(f"{run}: begins again"), as_json=as_json, run=run)
 
 
 @run_app.command()
-def cancel(run: Run, yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+def cancel(run: Run, yes: Yes = False, folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """End a run that is queued or live. It settles as infra_failed, "cancelled": in no baseline and no loss.
 
     gyrectl run cancel t000003-07
     """
+    job = done(lambda: _job_of(folder, cluster, run))
     if not yes:
         typer.confirm(f"What {run} did so far is lost for training. Cancel it?", abort=True, err=True)
-    settled = done(lambda: _cancel(find_job(folder), RunId(run)))
+    settled = done(lambda: _cancel(job, RunId(run)))
     outcome = settled.outcome.value if settled.outcome else ""
     say(
         visible(f"{run}: {outcome}, {settled.reason}"), as_json=as_json, run=run, outcome=outcome, reason=settled.reason
     )
 
 
-async def _cancel(job: JobDir, run: RunId) -> RunRecord:
+async def _job_of(folder: Path | None, cluster: Path | None, run: str) -> Job:
+    """The job, which has such a run. Raises BadInput."""
+    job = find_job(folder, cluster)
+    async with reading(job) as (store, keys):
+        if await store.get(keys.run(RunId(run)), RunRecord) is None:
+            raise _no_such(run)
+    return job
+
+
+def _no_such(run: str) -> BadInput:
+    return BadInput("run", run, "a run of the job; gyrectl run list names those that have begun")
+
+
+async def _cancel(job: Job, run: RunId) -> RunRecord:
     """Order it, and wait until the run has settled."""
     await order(job, CancelRun(run))
     until_s = time.monotonic() + CANCELLED_S
@@ -221,7 +245,7 @@ def _one_line_errors() -> Generator[None]:
         yield
     except GyreError as error:
         _errors().print(visible(str(error)), style="red", markup=False)
-        raise typer.Exit(2 if isinstance(error, BadInput | JobFileError) else 1) from error
+        raise typer.Exit(2 if isinstance(error, BadInput) else 1) from error
     except OSError as error:
         _errors().print(visible(f"{error.filename} cannot be read: {error.strerror}"), style="red", markup=False)
         raise typer.Exit(1) from error

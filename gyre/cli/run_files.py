@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.cli.client import books, read_spec
+from gyre.cli.report import Books
 from gyre.cli.run_fates import Fates
 from gyre.errors import BadInput, GyreError
 from gyre.jobdir import JobDir
@@ -91,11 +92,16 @@ class RunFiles:
 
     def fates(self) -> Fates:
         """What became of the runs, by the job's records. Where these cannot be read, `unreadable` says so."""
+        found = self.books("what was trained")
+        return Fates(None, None) if found is None else Fates(found, read_spec(self._job))
+
+    def books(self, whereof: str) -> Books | None:
+        """The job's records. Where these cannot be read, `unreadable` says what is not told for it."""
         try:
-            return Fates(asyncio.run(books(self._job)), read_spec(self._job))
+            return asyncio.run(books(self._job))
         except GyreError as error:
-            self.unreadable.append(f"what was trained is not told: {error}")
-            return Fates(None, None)
+            self.unreadable.append(f"{whereof} is not told: {error}")
+            return None
 
     def words(self) -> Words | None:
         """The job's tokenizer, or None where it cannot be read."""

@@ -18,7 +18,8 @@ from rich.tree import Tree as Drawing
 from gyre.cli.run_fates import Fate
 from gyre.cli.run_files import RunFile, Words
 from gyre.cli.run_output import visible
-from gyre.ids import CallId
+from gyre.ids import CallId, GroupId
+from gyre.store.records import RunRecord
 from gyre.trajectory.records import LineageRole
 from gyre.trajectory.replay import Account, Replay, ReplayedCall, Use
 
@@ -36,8 +37,42 @@ _LIKELY = ((-0.1, "green"), (-0.7, "yellow"), (-2.3, "dark_orange"))
 # ------------------------------------------------------------------------------------------------ list
 
 
+def run_rows(files: Iterable[RunFile], runs: Iterable[RunRecord], tasks: Mapping[GroupId, str]) -> list[dict[str, Any]]:
+    """Every run of the job, by name and attempt, and what its journal here says, where this node has one.
+
+    What a record says (`run_state`, `node`, …) stands with the attempt that it is of; an earlier attempt's journal has none.
+    """
+    left = {(run.run, run.attempt): run for run in runs}
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        opened = file.run.opened
+        rows.append(listed(file) | _record(left.pop((opened.run, opened.attempt), None), tasks))
+    for record in left.values():
+        place = {"run": record.run, "attempt": record.attempt, "group": record.group}
+        rows.append(_NO_JOURNAL | place | _record(record, tasks))
+    return sorted(rows, key=lambda row: (row["run"], row["attempt"]))
+
+
+_NO_JOURNAL = {
+    **dict.fromkeys(("profile", "state", "copy_of", "damaged", "failure"), ""),
+    **dict.fromkeys(("calls", "delivered_calls", "tokens", "sampled_tokens")),
+}
+
+
+def _record(record: RunRecord | None, tasks: Mapping[GroupId, str]) -> dict[str, Any]:
+    if record is None:
+        return dict.fromkeys(("run_state", "node", "task", "outcome", "reward"))
+    return {
+        "run_state": record.state.value,
+        "node": record.node,
+        "task": tasks.get(record.group),
+        "outcome": record.outcome.value if record.outcome else None,
+        "reward": record.reward,
+    }
+
+
 def listed(file: RunFile) -> dict[str, Any]:
-    """One row of the list."""
+    """What a row says of the run's journal."""
     run, tree = file.run, file.run.tree
     return {
         "run": run.opened.run,
@@ -60,7 +95,11 @@ def list_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     for name, justify in (
         ("run", "left"),
         ("attempt", "right"),
-        ("state", "left"),
+        ("is", "left"),
+        ("node", "left"),
+        ("task", "left"),
+        ("reward", "right"),
+        ("journal", "left"),
         ("harness", "left"),
         ("calls", "right"),
         ("tokens", "right"),
@@ -73,11 +112,21 @@ def list_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
         table.add_row(
             Text(visible(row["run"])),
             str(row["attempt"]),
-            row["state"] + (f", copy of {visible(row['copy_of'])}" if row["copy_of"] else ""),
-            Text(visible(row["profile"])),
-            f"{row['delivered_calls']} of {row['calls']}",
-            f"{row['tokens']:,}",
-            f"{row['sampled_tokens']:,}",
+            row["outcome"] or row["run_state"] or "-",
+            Text(visible(row["node"] or "-")),
+            Text(visible(row["task"] or "-")),
+            "-" if row["reward"] is None else f"{row['reward']:.3f}",
+            (row["state"] or "-") + (f", copy of {visible(row['copy_of'])}" if row["copy_of"] else ""),
+            Text(visible(row["profile"] or "-")),
+            *(
+                ("-", "-", "-")
+                if row["calls"] is None
+                else (
+                    f"{row['delivered_calls']} of {row['calls']}",
+                    f"{row['tokens']:,}",
+                    f"{row['sampled_tokens']:,}",
+                )
+            ),
             Text(visible(note), style="red"),
         )
     return table

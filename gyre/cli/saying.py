@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gyre.config import JobFileError
 from gyre.errors import BadInput, GyreError
 
 T = TypeVar("T")
@@ -25,6 +24,20 @@ Row = Mapping[str, Any]
 """One record, by the name of its columns; what stands in it goes into JSON as it is."""
 
 Dir = Annotated[Path | None, typer.Option("--dir", help="The job's folder; default: the newest one under runs/.")]
+Cluster = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="The file that says how a cluster is reached (gyrectl.toml), from any machine; default: $GYRE_CLUSTER.",
+    ),
+]
+NodeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--node", metavar="NODE.toml", help="The file of a node of a cluster, on that node; no job is needed."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you are sure.")]
 
@@ -41,7 +54,7 @@ def done(work: Callable[[], Awaitable[T]]) -> T:
         return asyncio.run(main())
     except GyreError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), style="red", markup=False)
-        raise typer.Exit(2 if isinstance(error, BadInput | JobFileError) else 1) from error
+        raise typer.Exit(2 if isinstance(error, BadInput) else 1) from error
 
 
 def say(line: str, *, as_json: bool = False, **fields: Any) -> None:
@@ -50,6 +63,11 @@ def say(line: str, *, as_json: bool = False, **fields: Any) -> None:
         print_json(fields)
     else:
         console().print(line, markup=False)
+
+
+def tell(line: str) -> None:
+    """How far a command is that takes long, beside what it says at its end."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim", markup=False)
 
 
 def show_rows(rows: Sequence[Row], columns: Sequence[str], *, as_json: bool) -> None:
@@ -90,6 +108,8 @@ def shown(column: str, value: Any) -> str:
             return f"{value:.3f}"
         case list() | tuple():
             return " ".join(map(str, value)) or "-"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        case dict():
+            return "\n".join(f"{key}  {shown('', of)}" for key, of in value.items()) or "-"  # pyright: ignore[reportUnknownVariableType]
         case _:
             return str(value)
 

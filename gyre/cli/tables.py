@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gyre.actors.messages_gyrectl import CellStatus
 from gyre.actors.messages_journals import Copies
 from gyre.ids import CellId, NodeId
 from gyre.sched.launch import mean
@@ -21,6 +22,7 @@ from gyre.store.records import (
     RunState,
     SnapshotRecord,
     StepRecord,
+    WaitingRecord,
 )
 from gyre.store.typed import Versioned
 
@@ -58,26 +60,58 @@ def node_rows(
     nodes: Sequence[NodeRecord],
     specs: Sequence[CellSpecRecord],
     runs: Sequence[RunRecord],
-    draining: Collection[NodeId],
+    draining: Mapping[NodeId, float | None],
     leader: NodeId | None,
     core: NodeId | None,
 ) -> list[Row]:
-    """Every node that has joined; `there` are those whose records are given."""
+    """Every node that has joined; `nodes` are those that are there, `draining` has the seconds that each may take."""
     there = {node.node: node for node in nodes}
     return [
         {
             "node": node,
             "there": node in there,
+            "waits": False,
             "draining": node in draining,
+            "within_s": draining.get(node),
             "leads": leader == node,
             "core": core == node,
             "cells": [spec.cell for spec in sorted(specs, key=lambda spec: spec.cell) if spec.node == node],
             "queued": sum(run.node == node and run.state is RunState.QUEUED for run in runs),
             "live": sum(run.node == node and run.state is RunState.LIVE for run in runs),
+            "trouble": (there[node].trouble or None) if node in there else None,
             "address": there[node].address if node in there else None,
         }
-        for node in sorted({spec.node for spec in specs} | set(there))
+        for node in sorted({spec.node for spec in specs} | set(there) | set(draining))
     ]
+
+
+def with_waiting(rows: Sequence[Row], waiting: Sequence[WaitingRecord]) -> list[Row]:
+    """The nodes of a job, and those of its cluster that wait for one, as they are now."""
+    nothing = {
+        "draining": False,
+        "within_s": None,
+        "leads": False,
+        "core": False,
+        "queued": 0,
+        "live": 0,
+        "trouble": None,
+    }
+    waits = {
+        each.node: {"node": each.node, "there": True, "waits": True, **nothing, "cells": [], "address": each.address}
+        for each in waiting
+    }
+    here = {row["node"] for row in rows if row["there"]}
+    found = {row["node"]: row for row in rows} | {node: row for node, row in waits.items() if node not in here}
+    return [found[node] for node in sorted(found)]
+
+
+def drain_line(nodes: Sequence[Row], node: str) -> str | None:
+    """What of a node that drains is still waited for, from the rows of all nodes; None: nothing is live or queued there."""
+    row = next(row for row in nodes if row["node"] == node)
+    if not row["live"] and not row["queued"]:
+        return None
+    takers = any(other["there"] and not other["draining"] and not other["trouble"] for other in nodes)
+    return f"{node}: {row['live']} live, {row['queued']} queued{'' if takers else '; no other node takes runs'}"
 
 
 def copies_row(copies: Copies | None) -> Row:
@@ -89,6 +123,12 @@ def copies_row(copies: Copies | None) -> Row:
         "copies_lack_bytes": copies.behind_bytes,
         "copies_lack_why": copies.why or None,
     }
+
+
+def kv_row(cells: Sequence[CellStatus], node: Row) -> Row:
+    """Of each cell of a node, over which transport its engine's KV moves, and why; null where that is not known."""
+    told = {cell.cell: cell.kv_carrier or None for cell in cells}
+    return {"kv_transport": {cell: told.get(cell) for cell in node["cells"]}}
 
 
 def leader_row(leader: Versioned[LeaderRecord] | None, *, running: bool) -> Row:

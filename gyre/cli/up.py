@@ -30,7 +30,7 @@ from gyre.cli.check import check_job
 from gyre.cli.gyred import TAKEN
 from gyre.cli.report import summarise
 from gyre.cli.report_html import render as render_html
-from gyre.config import JobFileError, JobSpec, load_job
+from gyre.config import FileError, JobSpec, load_job
 from gyre.errors import BadInput, GyreError, Unavailable
 from gyre.jobdir import JobDir
 from gyre.store.records import JobState
@@ -107,7 +107,7 @@ def prepare(options: Options) -> tuple[JobDir, JobSpec]:
             )
         faults = check_job(spec, base)
         if faults:
-            raise JobFileError(options.job, faults)
+            raise FileError(options.job, faults)
         job = JobDir(_fresh_folder(options, spec))
         job.clear_staging()  # of a job whose folder was deleted
     job.create()

@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 
 from gyre.actors.messages_gyrectl import EndJob, PauseJob
-from gyre.actors.node_config import NodeConfig
 from gyre.cli import client, tables
 from gyre.cli.check import check_job
-from gyre.cli.saying import AsJson, Dir, Yes, done, say, show_row, show_rows
+from gyre.cli.cluster_file import member
+from gyre.cli.cluster_job import ClusterJob
+from gyre.cli.saying import AsJson, Cluster, Dir, Yes, done, say, show_row, show_rows
 from gyre.cli.submit import submit_job
-from gyre.config import JobFileError, load_job
+from gyre.config import FileError, load_job
 from gyre.errors import BadInput, Unavailable
-from gyre.jobdir import JobDir
 from gyre.store.records import GroupRecord, GroupState, JobRecord, JobState, RunRecord, SnapshotRecord, StepRecord
 
 group_app = typer.Typer(help="Look at the groups of runs.", no_args_is_help=True)
@@ -30,6 +30,7 @@ job_app = typer.Typer(help="Look at the job, hold it, let it go on.", no_args_is
 def list_groups(
     state: Annotated[str, typer.Option(metavar="open|settled|consumed", help="Only groups in this state.")] = "",
     folder: Dir = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
     """List the groups: how many of their runs have settled, their mean reward, the step that consumed them.
@@ -40,7 +41,7 @@ def list_groups(
     async def work() -> list[tables.Row]:
         if state and state not in tuple(GroupState):
             raise BadInput("--state", state, f"one of {', '.join(GroupState)}")
-        async with client.reading(client.find_job(folder)) as (store, keys):
+        async with client.reading(client.find_job(folder, cluster)) as (store, keys):
             groups = await store.range(f"{keys.root}groups/", GroupRecord)
             runs = await store.range(f"{keys.root}runs/", RunRecord)
         wanted = GroupState(state) if state else None
@@ -51,14 +52,14 @@ def list_groups(
 
 
 @step_app.command("list")
-def list_steps(folder: Dir = None, as_json: AsJson = False) -> None:
+def list_steps(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """List the steps: their rewards, tokens, and the cells whose gradients are in them; `--json` has all metrics.
 
     gyrectl step list
     """
 
     async def work() -> list[tables.Row]:
-        async with client.reading(client.find_job(folder)) as (store, keys):
+        async with client.reading(client.find_job(folder, cluster)) as (store, keys):
             steps = await store.range(f"{keys.root}steps/", StepRecord)
         return tables.step_rows([item.record for item in steps.items])
 
@@ -67,27 +68,27 @@ def list_steps(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @job_app.command("show")
-def show_job(folder: Dir = None, as_json: AsJson = False) -> None:
+def show_job(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Show the job in one record: its state, how far it is, its runs.
 
     gyrectl job show --json
     """
 
     async def work() -> tables.Row:
-        job = client.find_job(folder)
+        job = client.find_job(folder, cluster)
         async with client.reading(job) as (store, keys):
             found = await store.get(keys.job, JobRecord)
             snapshot = await store.get(keys.snapshot, SnapshotRecord)
             steps = await store.range(f"{keys.root}steps/", StepRecord)
             runs = await store.range(f"{keys.root}runs/", RunRecord)
         if found is None:
-            raise Unavailable(f"the job in {job.root} has not begun yet")
+            raise Unavailable(f"{client.called(job)} has not begun yet")
         return tables.job_row(
             found.record,
             snapshot.record if snapshot else None,
             len(steps.items),
             [item.record for item in runs.items],
-            running=client.gyred_of(job) is not None,
+            running=await client.is_running(job),
         )
 
     show_row(done(work), as_json=as_json)
@@ -96,22 +97,33 @@ def show_job(folder: Dir = None, as_json: AsJson = False) -> None:
 @job_app.command()
 def submit(
     file: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
-    node: Annotated[Path, typer.Option("--node", metavar="NODE.toml", help="The file of a node of the cluster.")],
+    node: Annotated[
+        Path | None,
+        typer.Option("--node", metavar="NODE.toml", help="The file of a node of the cluster, on that node."),
+    ] = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Have a cluster's nodes work on a job. There is one at a time; its name is its own for ever.
+
+    On a node what the job file names is looked at too: the model, the tasks, the harness. From elsewhere it cannot be.
 
     gyrectl job submit job.toml --node node.toml
     """
 
     async def work() -> str:
-        config = NodeConfig.load(node)
-        if config.membership is None:
-            raise BadInput("--node", str(node), "a node of a cluster (node.store on etcd); gyrectl up runs a job alone")
         spec = load_job(file)
-        if faults := check_job(spec, config.base):
-            raise JobFileError(file, faults)
-        await submit_job(config, spec)
+        if node is None:
+            job = client.find_job(None, cluster)
+            if not isinstance(job, ClusterJob):
+                raise BadInput("--cluster", None, f"the file of a cluster (or ${client.CLUSTER}), or --node")
+            store = job.file.store
+        else:
+            config, _ = member(node)
+            store = config.store
+            if faults := check_job(spec, config.base):
+                raise FileError(file, faults)
+        await submit_job(store, spec)
         return spec.job.name
 
     name = done(work)
@@ -119,35 +131,35 @@ def submit(
 
 
 @job_app.command()
-def pause(folder: Dir = None, as_json: AsJson = False) -> None:
+def pause(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Launch no new runs; live ones go on, and what is ready is trained. It holds over restarts, until `job resume`.
 
     gyrectl job pause
     """
-    done(lambda: client.order(client.find_job(folder), PauseJob(paused=True)))
+    done(lambda: client.order(client.find_job(folder, cluster), PauseJob(paused=True)))
     say("paused; gyrectl job resume launches runs again", as_json=as_json, state="paused")
 
 
 @job_app.command()
-def resume(folder: Dir = None, as_json: AsJson = False) -> None:
+def resume(folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Launch runs again.
 
     gyrectl job resume
     """
-    done(lambda: client.order(client.find_job(folder), PauseJob(paused=False)))
+    done(lambda: client.order(client.find_job(folder, cluster), PauseJob(paused=False)))
     say("running", as_json=as_json, state="running")
 
 
 @job_app.command()
-def stop(yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
+def stop(yes: Yes = False, folder: Dir = None, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """End the job for good, on every node: it has failed, "stopped by gyrectl". Asks first.
 
     gyrectl job stop --dir /var/lib/gyre/jobs/my-job
     """
 
-    async def look() -> tuple[JobDir, str]:
-        job = client.find_job(folder)
-        return job, client.read_spec(job).job.name
+    async def look() -> tuple[client.Job, str]:
+        job = client.find_job(folder, cluster)
+        return job, (await client.spec_of(job)).job.name
 
     job, name = done(look)
     if not yes:
@@ -155,7 +167,7 @@ def stop(yes: Yes = False, folder: Dir = None, as_json: AsJson = False) -> None:
 
     async def work() -> None:
         try:
-            await client.order(job, EndJob("stopped by gyrectl"))
+            await client.order(job, EndJob())
         except Unavailable:  # the node may have ended the job, and itself for it, before it could answer
             async with client.reading(job) as (store, keys):
                 found = await store.get(keys.job, JobRecord)

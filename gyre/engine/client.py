@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -54,8 +53,8 @@ __all__ = [
     "VersionSpan",
 ]
 
-_ABOUT_S = 0.3
-"""The longest wait for what an engine's plug-in says of its blocks, when it has said it before: a move waits for it."""
+_LEFT_ALONE_S = 5.0
+"""An engine that did not say soon enough what blocks it has is asked for none for so long."""
 
 
 class EngineClient:
@@ -81,7 +80,7 @@ class EngineClient:
         self._orders: Origin | None = None
         self._beside = False
         """Whether the orders go to our plug-in and not to the engine itself."""
-        self._about: Mapping[str, Any] = {}
+        self._left_alone_until_s = 0.0
         self._silence_s = silence_s
         self._control_s = control_s
 
@@ -227,13 +226,24 @@ class EngineClient:
 
     async def kv_about(self) -> Mapping[str, Any]:
         """What our plug-in says of the blocks; empty where there is none. It is in the process that samples, and SGLang
-        answers HTTP in another: when the one hangs, this is what it said last."""
+        answers HTTP in another: the one may hang without the other."""
         orders = await self._takes_orders()
-        if self._beside:
-            with suppress(EngineGone):
-                within_s = _ABOUT_S if self._about else None
-                self._about = await self._call("GET", "/kv", None, orders, within_s)
-        return self._about
+        return await self._call("GET", "/kv", None, orders) if self._beside else {}
+
+    async def kv_source(self, silence_s: float) -> EngineInfo:
+        """`info`, for a request that waits until its blocks have moved away from here.
+
+        Raises EngineGone after `silence_s` without an answer, and from then on for a while without a question.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._left_alone_until_s:
+            raise EngineGone(f"{self.url} said nothing a moment ago and is left alone")
+        try:
+            async with asyncio.timeout(silence_s):
+                return await self.info()
+        except TimeoutError as error:
+            self._left_alone_until_s = loop.time() + _LEFT_ALONE_S
+            raise EngineGone(f"{self.url} said nothing for {silence_s:g} s") from error
 
     # ------------------------------------------------------------------------------------------ plumbing
 
@@ -249,12 +259,11 @@ class EngineClient:
         path: str,
         body: Mapping[str, Any] | None,
         origin: Origin | None = None,
-        within_s: float | None = None,
     ) -> dict[str, Any]:
         data = () if body is None else (orjson.dumps(body),)
         origin = origin or self._origin
         try:
-            async with asyncio.timeout(within_s or self._control_s), origin.ask(method, path, data) as answer:
+            async with asyncio.timeout(self._control_s), origin.ask(method, path, data) as answer:
                 said = await answer.whole()
                 if answer.status != 200:
                     raise EngineRefused(answer.status, _error_text(said))

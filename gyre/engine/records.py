@@ -6,6 +6,7 @@ whether the engine streams cumulatively (SGLang's default) or incrementally.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -94,11 +95,11 @@ class GenerateRequest:
             "top_k": self.top_k,
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
+            # Of those without one a deterministic SGLang would sample all with the same noise.
+            "sampling_seed": secrets.randbits(63) if self.seed is None else self.seed,
         }
         if self.stream_interval > 1:
             sampling["stream_interval"] = self.stream_interval
-        if self.seed is not None:
-            sampling["sampling_seed"] = self.seed
         body: dict[str, Any] = {
             "rid": self.rid,
             "sampling_params": sampling,

@@ -1,7 +1,8 @@
 """Pages that have come from a peer and wait until the engine asks for them. Pure bookkeeping over memory that others made.
 
     arrivals.put(7, staging_bytes, {name: pieces})     # what one pull has brought, of version 7
-    arrivals.take(name)                                # the pieces, and they are gone from here
+    arrivals.find([name])                              # the pieces, which nobody changes as long as they are held
+    arrivals.take(name)                                # the same, and they are gone from here
 
 What is here is bounded. A pull's memory is one piece, so it counts and goes as a whole: first pulls of versions
 that are over, then the oldest.
@@ -10,7 +11,7 @@ that are over, then the oldest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Pieces = Sequence[memoryview]
@@ -54,6 +55,11 @@ class Arrivals:
             self._whose.update(dict.fromkeys(new, pull))
             while sum(kept.bytes for kept in self._pulls) > self.keep_bytes:
                 self._drop(next((old for old in self._pulls if old.version < self._newest), self._pulls[0]))
+
+    def find(self, names: Iterable[bytes]) -> list[Pieces | None]:
+        """The pages that are here; each stays what it is for who holds it, also when it is taken or dropped meanwhile."""
+        with self._lock:
+            return [self._whose[name].pages[name] if name in self._whose else None for name in names]
 
     def take(self, name: bytes) -> Pieces | None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import xxhash
@@ -26,6 +26,7 @@ _KEEP_S = 20.0
 """A connection that is idle for longer is not used again; the source closes it a while after that."""
 _KEEP = 8
 """Idle connections to one peer."""
+_SUM_BYTES = 8
 
 
 class Patience:
@@ -50,7 +51,8 @@ class Line:
     """A connection to the source at `address`, of a transport of `kind`. It is made anew when it has broken. Close it."""
 
     def __init__(self, kind: str, address: str, greeting: Greeting) -> None:
-        self._address = parse_address(kind, address)
+        self.address = address
+        self._place = parse_address(kind, address)
         self._greeting = greeting
         self.patience = Patience(address)
         self._socket: socket.socket | None = None
@@ -59,10 +61,10 @@ class Line:
     async def stream(self) -> Stream:
         if self._stream is None:
             self.close()
-            host, _ = self._address
+            host, _ = self._place
             self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             self._socket.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(self._socket, self._address)
+            await asyncio.get_running_loop().sock_connect(self._socket, self._place)
             self._stream = await self._greeting.introduce(self._socket)
         return self._stream
 
@@ -135,15 +137,15 @@ class Check:
     """Compares what arrived with what the source has, block by block."""
 
     def __init__(self, offer: Offer, manifest: Manifest, block_bytes: int, view: memoryview) -> None:
-        if len(offer.sizes) != len(manifest.blocks):
-            raise Refused(f"the offer is for {len(offer.sizes)} blocks, not {len(manifest.blocks)}")
-        for size in offer.sizes:
-            if size not in (0, block_bytes):
-                raise Refused(f"a block of {size} bytes is offered, not {block_bytes}")
-        self._names = [name for name, size in zip(manifest.blocks, offer.sizes, strict=True) if size]
+        missing = set(offer.missing)
+        if not missing <= set(range(len(manifest.blocks))):
+            raise Refused(f"the offer is without block {max(missing)} of {len(manifest.blocks)}")
+        self._names = [name for number, name in enumerate(manifest.blocks) if number not in missing]
+        if self._names and offer.block_bytes != block_bytes:
+            raise Refused(f"blocks of {offer.block_bytes} bytes are offered, not {block_bytes}")
         self._block_bytes = block_bytes
         self._view = view
-        self._sums: list[int | None] = [None] * self.count
+        self._sums = [b""] * self.count
         if self.total > _LARGEST_TRANSFER_BYTES:
             raise Refused(f"a transfer of {self.total} bytes is over the limit {_LARGEST_TRANSFER_BYTES}")
 
@@ -159,16 +161,22 @@ class Check:
     def whole(self, numbers: range) -> None:
         """These blocks are here: take their checksums, while they are still close at hand."""
         for number in numbers:
-            self._sums[number] = xxhash.xxh3_64_intdigest(self._block(number))
+            self._sums[number] = xxhash.xxh3_64_digest(self._block(number))
 
     def received(self, theirs: Checksums) -> Received:
         """What is whole and right, by the source's checksums."""
-        if len(theirs.sums) != self.count:
-            raise Refused(f"{len(theirs.sums)} checksums came for {self.count} blocks")
-        good = [number for number, sum_ in enumerate(theirs.sums) if sum_ is not None and sum_ == self._sums[number]]
+        if len(theirs.sums) != self.count * _SUM_BYTES:
+            raise Refused(f"{len(theirs.sums)} bytes of checksums came for {self.count} blocks")
+        good: Sequence[int] = range(self.count)
+        if theirs.taken_back or theirs.sums != b"".join(self._sums):
+            taken_back = set(theirs.taken_back)
+            good = [number for number in good if number not in taken_back and self._is_right(number, theirs.sums)]
         return Received(
             tuple((self._names[number], self._block(number)) for number in good), damaged=self.count - len(good)
         )
+
+    def _is_right(self, number: int, theirs: bytes) -> bool:
+        return self._sums[number] == theirs[number * _SUM_BYTES : (number + 1) * _SUM_BYTES]
 
     def _block(self, number: int) -> memoryview:
         return self._view[number * self._block_bytes : (number + 1) * self._block_bytes]

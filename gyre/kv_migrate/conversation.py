@@ -35,8 +35,10 @@ class Open:
 class Offer:
     """The blocks that the source has lie one behind the other, in the manifest's order."""
 
-    sizes: tuple[int, ...]
-    """Of each block of the manifest; 0: it is not here."""
+    block_bytes: int
+    """Of each of them."""
+    missing: tuple[int, ...]
+    """The numbers in the manifest of those that it does not have, upwards."""
     engine: str
     """With the Transfer Engine: the source's engine, and where in its memory the bytes lie."""
     place: int
@@ -73,9 +75,12 @@ class AskChecksums:
 @record("kv_checksums")
 @dataclass(frozen=True)
 class Checksums:
-    """xxh3 (64 bits) of each block that was offered; None: the source's owner has taken it back meanwhile."""
+    """Of the blocks that were offered, one behind the other. Packed: a transfer has thousands."""
 
-    sums: tuple[int | None, ...]
+    sums: bytes
+    """xxh3 of each, eight bytes with the highest first."""
+    taken_back: tuple[int, ...]
+    """The places here of those that the source's owner has taken back meanwhile: their sums mean nothing."""
 
 
 @record("kv_acknowledge")

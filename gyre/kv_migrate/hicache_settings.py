@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from gyre.errors import BadInput
+from gyre.kv_migrate.choice import AUTO, WANTED
 
 MODULE, CLASS = "gyre.kv_migrate.hicache", "GyreStorage"
 
@@ -24,6 +25,8 @@ class HicacheSettings:
     """Which weights these are, by whatever name the job has for them; pages of others are refused."""
     certificates: tuple[str, ...] = ()
     """CA, CERTIFICATE and KEY of this node: by them peers on other machines know each other."""
+    transport: str = AUTO
+    """What carries the pages: `auto`, or a kind of transport."""
     keep_bytes: int = 1 << 30
     """Of pages that have come and are not asked for yet."""
     silence_s: float = 0.45
@@ -35,6 +38,8 @@ class HicacheSettings:
         _need(config, "secret_file", isinstance(config.get("secret_file"), str), "a path is expected")
         host, _, port = str(config.get("orders")).rpartition(":")
         _need(config, "orders", bool(host) and port.isdecimal(), "HOST:PORT is expected")
+        transport = config.get("transport", cls.transport)
+        _need(config, "transport", transport in WANTED, f"one of {', '.join(WANTED)} is expected")
         certificates = config.get("certificates", [])
         named = isinstance(certificates, list) and len(cast("list[Any]", certificates)) in (0, 3)
         _need(config, "certificates", named, "CA, CERTIFICATE and KEY are expected")
@@ -46,6 +51,7 @@ class HicacheSettings:
             orders=config["orders"],
             model=str(config.get("model", "")),
             certificates=tuple(map(str, cast("list[Any]", certificates))),
+            transport=transport,
             keep_bytes=keep_bytes,
             silence_s=float(silence_s),
         )

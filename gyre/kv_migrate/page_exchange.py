@@ -25,17 +25,16 @@ from gyre.engine.client import EngineClient
 from gyre.engine.records import KvLack, KvPulled
 from gyre.errors import BadInput, GyreError, Refused
 from gyre.kv_migrate.arrivals import Arrivals, Pieces
-from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.greeting import Certificates, SharedSecret
 from gyre.kv_migrate.hicache_settings import HicacheSettings
 from gyre.kv_migrate.host_pages import HostPages, Page
 from gyre.kv_migrate.manifest import Manifest
+from gyre.kv_migrate.opening import open_transport
 from gyre.kv_migrate.orders import OrderServer
 from gyre.kv_migrate.pacing import Pacer, Turn
 from gyre.kv_migrate.page_ranks import Ranks
 from gyre.kv_migrate.staging import Staging
-from gyre.kv_migrate.tcp import TcpTransport
-from gyre.kv_migrate.transport import BlockLease, Received, SourceLost
+from gyre.kv_migrate.transport import BlockLease, Received, SourceLost, Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,16 +48,16 @@ _PIECE = 2
 _EPOCH = 1
 """The only one: a page's name says all of what it is, so it is good from whichever process has it."""
 _SHARE_PIECES = 1 << 16
-_SHARE_BYTES = 256 << 20
-"""What is pulled at once: the names have to fit into a message, and each share's memory is kept and dropped as one."""
-_START_S = 60.0
+"""What is pulled at once: the names have to fit into a message. Each share's memory is kept and dropped as one."""
+_START_S = 120.0
 _LEFT_ALONE_S = 5.0
 """A source that was lost is asked nothing for so long."""
 _log = logging.getLogger(__name__)
 
 
 class PageExchange:
-    """One rank's. Serves from when it is made until `close`. Raises BadInput where it cannot. `names` may be called on any thread."""
+    """One rank's. Serves from when it is made until `close`. Raises BadInput or
+    Unavailable where it cannot. `names` may be called on any thread."""
 
     def __init__(
         self,
@@ -86,11 +85,11 @@ class PageExchange:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gyre-kv", daemon=True)
         self._thread.start()
         try:
-            self._transport, self._server = self._run(self._serve())
+            self._transport, self._carrier, self._server = self._run(self._serve())
         except BaseException:
             self._end_loop()
             raise
-        _log.info("KV pages move over %s (the dynamic HiCache back end), orders at %s", Kind.TCP, settings.orders)
+        _log.info("KV pages move over %s; orders at %s", self._carrier, settings.orders)
 
     def close(self) -> None:
         """May be called again."""
@@ -146,7 +145,7 @@ class PageExchange:
             "layout": self._layout,
             "block_tokens": self._page_tokens,
             "model": self._settings.model,
-            "carrier": f"{Kind.TCP}: the dynamic HiCache back end has no other",
+            "carrier": self._carrier,
         }
 
     async def lack(self, token_ids: Sequence[int], version: int) -> KvLack:
@@ -170,7 +169,7 @@ class PageExchange:
             raise Refused(f"{source} was lost a moment ago and is left alone")
         # The start of a prefix is worth more than its end: without room for all, the first ones are taken.
         missing = self._missing(manifest.blocks)[: self._settings.keep_bytes // self._pages.page_bytes]
-        step = max(1, min(_SHARE_PIECES // self._pages.pieces, _SHARE_BYTES // self._pages.page_bytes))
+        step = max(1, min(_SHARE_PIECES // self._pages.pieces, self._transport.share_bytes // self._pages.page_bytes))
         came = damaged = 0
         until_s = time.monotonic() + deadline_s
         for first in range(0, len(missing), step):
@@ -216,7 +215,7 @@ class PageExchange:
         found = dict(zip(pages, await self._settled(pages), strict=True))
         return _Lease(self._pages, manifest.blocks, found)
 
-    async def _settled(self, names: Sequence[bytes]) -> list[Page | None]:
+    async def _settled(self, names: Sequence[bytes]) -> list[Page | Pieces | None]:
         """The pages that are here, after a moment for those that are not: SGLang writes what a request has
         generated only when it ends, and a little after the answer to that."""
         grew = asyncio.Event()
@@ -224,15 +223,21 @@ class PageExchange:
         try:
             # Half of what the peer waits for a word, unless it is set to wait less.
             async with asyncio.timeout(self._settings.silence_s / 2):
-                while None in (found := self._pages.find(names)):
+                while None in (found := self._here(names)):
                     await grew.wait()
                     grew.clear()
         except TimeoutError:
-            return self._pages.find(names)
+            return self._here(names)
         else:
             return found
         finally:
             self._grew.discard(grew)
+
+    def _here(self, names: Sequence[bytes]) -> list[Page | Pieces | None]:
+        """In the host pool; or as they have come, where no request of this engine has wanted them yet."""
+        came = self._arrivals.find(names)  # first: from there a page goes to the pool
+        written = self._pages.find(names)
+        return [page or pieces for page, pieces in zip(written, came, strict=True)]
 
     def _tell_those_who_wait(self) -> None:
         for grew in self._grew:
@@ -246,7 +251,7 @@ class PageExchange:
 
     # ------------------------------------------------------------------------------------------ the thread
 
-    async def _serve(self) -> tuple[TcpTransport, OrderServer]:
+    async def _serve(self) -> tuple[Transport, str, OrderServer]:
         settings = self._settings
         secret = _secret(Path(settings.secret_file))
         host, _, port = settings.orders.rpartition(":")
@@ -256,7 +261,7 @@ class PageExchange:
         if self._rank == 0 and self._ranks > 1:
             further = range(int(port) + 1, int(port) + self._ranks)
             self._others = [EngineClient.of_orders(f"http://{host}:{each}", key) for each in further]
-        transport = await TcpTransport.open(greeting, host, silence_s=settings.silence_s, epoch=_EPOCH)
+        transport, carrier = await open_transport(settings.transport, greeting, host, settings.silence_s, _EPOCH)
         server = OrderServer(Ranks(self, self._others) if self._others else self, key)
         try:
             await server.serve(host, int(port) + self._rank)
@@ -264,7 +269,7 @@ class PageExchange:
             await transport.close()
             raise
         transport.register(self)
-        return transport, server
+        return transport, carrier, server
 
     async def _stop(self) -> None:
         await self._server.close()
@@ -283,27 +288,27 @@ class PageExchange:
 
 class _Lease:
     """Keeps nobody from freeing the pages: SGLang's ranks must all see their pools change alike, and its scheduler must not
-    wait for a peer. What was freed while it was read is not intact, and the peer drops it (decision 0011)."""
+    wait for a peer. What was freed while it was read is not intact, and the peer drops it (decision 0011). Of what has come
+    and lies beside the pool the lease has the memory."""
 
-    def __init__(self, pages: HostPages, names: Sequence[bytes], found: dict[bytes, Page | None]) -> None:
+    def __init__(self, pages: HostPages, names: Sequence[bytes], found: dict[bytes, Page | Pieces | None]) -> None:
         self._pages = pages
         self._read = [(name[:-_PIECE], found[name[:-_PIECE]]) for name in names]
         numbers = [int.from_bytes(name[-_PIECE:], "big") for name in names]
         self.blocks: Sequence[memoryview | None] = [
-            None if page is None else _piece(pages, page, number)
-            for (_, page), number in zip(self._read, numbers, strict=True)
+            _piece(pages, page, number) for (_, page), number in zip(self._read, numbers, strict=True)
         ]
 
     def intact(self, number: int) -> bool:
         name, page = self._read[number]
-        return page is not None and self._pages.intact(name, page)
+        return self._pages.intact(name, page) if isinstance(page, Page) else page is not None
 
     def end(self) -> None:
         self.blocks = ()
 
 
-def _piece(pages: HostPages, page: Page, number: int) -> memoryview | None:
-    views = pages.views(page)
+def _piece(pages: HostPages, page: Page | Pieces | None, number: int) -> memoryview | None:
+    views = pages.views(page) if isinstance(page, Page) else page or ()
     return views[number] if number < len(views) else None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gyre.engine.client import EngineClient
-from gyre.engine.records import KvLack, KvPulled
+from gyre.engine.records import EngineGone, KvLack, KvPulled
 from gyre.errors import GyreError, Unavailable
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.orders import Exchange
@@ -29,9 +29,10 @@ class Ranks:
     async def about(self) -> dict[str, Any]:
         """Raises Unavailable while a rank does not serve."""
         mine = await self._first.about()
-        theirs = await asyncio.gather(*(rank.kv_about() for rank in self._others))
-        if not all(theirs):
-            raise Unavailable("not all ranks of this engine say where their pages are")
+        try:
+            theirs = await asyncio.gather(*(rank.kv_about() for rank in self._others))
+        except EngineGone as error:
+            raise Unavailable("not all ranks of this engine say where their pages are") from error
         return {**mine, "address": ",".join([mine["address"], *(rank["address"] for rank in theirs)])}
 
     async def lack(self, token_ids: Sequence[int], version: int) -> KvLack:

@@ -36,10 +36,12 @@ async def move_prefix(
     version: int,
     deadline_s: float,
     bytes_s: float = 0.0,
+    silence_s: float | None = None,
 ) -> MoveReport:
     """Bring the whole blocks of `token_ids` under `version` to `target`. Never raises for a failed move.
 
-    At `bytes_s` where no request waits for it; a move without a rate overtakes those that have one.
+    At `bytes_s` where no request waits for it; a move without a rate overtakes those that have one. With `silence_s`, a
+    source that does not say within that what it has is given up before the deadline.
     """
     started_s = time.monotonic()
     blocks = size = tokens = 0
@@ -49,7 +51,7 @@ async def move_prefix(
             # An engine computes a prefix's last token in any case, and of a sampled one there is no KV yet.
             lack = await target.kv_lack(token_ids[:-1], version) if len(token_ids) > 1 else None
             if lack is not None and lack.missing:
-                info = await source.info()
+                info = await source.kv_source(deadline_s if silence_s is None else silence_s)
                 reason = _obstacle(source.url, info, version, lack.layout)
                 if not reason:
                     left_s = max(0.001, deadline_s - (time.monotonic() - started_s))

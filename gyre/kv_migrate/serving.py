@@ -62,22 +62,21 @@ class _Transfer:
     numbers: list[int]
     """Of each of `blocks`: its number in the manifest."""
     exposed: Exposed | None
-    sums: dict[int, int] = field(default_factory=dict[int, int])
+    sums: dict[int, bytes] = field(default_factory=dict[int, bytes])
     sending: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     """The connections whose tasks read the blocks at this moment."""
 
-    def checksum(self, index: int) -> int:
+    def checksum(self, index: int) -> bytes:
         found = self.sums.get(index)
         if found is None:
-            found = self.sums[index] = xxhash.xxh3_64_intdigest(self.blocks[index])
+            found = self.sums[index] = xxhash.xxh3_64_digest(self.blocks[index])
         return found
 
     def checksums(self) -> Checksums:
-        """Of all blocks, once they were read: those that were taken back meanwhile have none."""
+        """Of all blocks, once they were read."""
+        sums = b"".join(map(self.checksum, range(len(self.blocks))))
         return Checksums(
-            tuple(
-                self.checksum(index) if self.lease.intact(number) else None for index, number in enumerate(self.numbers)
-            )
+            sums, tuple(index for index, number in enumerate(self.numbers) if not self.lease.intact(number))
         )
 
     def end(self) -> None:
@@ -110,7 +109,7 @@ class Server:
         self._transfers: dict[str, _Transfer] = {}
         self._opening: set[str] = set()
         self._changed = asyncio.Event()
-        self._strangers: set[str] = set()
+        self._said: set[str] = set()
         self._tasks = [
             asyncio.create_task(self._serve(), name="kv-serve"),
             asyncio.create_task(self._watch_time(), name="kv-leases"),
@@ -205,15 +204,20 @@ class Server:
                 reader.leave()
 
     async def _greet(self, connection: socket.socket, address: str) -> Stream | None:
-        """None for a stranger."""
+        """None for a stranger, and for one who left or said nothing: whom our own proof does not convince does so too."""
         try:
             async with asyncio.timeout(_GREET_S):
                 return await self._greeting.accept(connection)
         except Refused as error:
-            if address not in self._strangers:
-                self._strangers.add(address)
-                _log.warning("%s asked for KV blocks and is refused (said once): %s", address, error)
-            return None
+            self._say_once(f"{address} asked for a transfer and is refused", error)
+        except (OSError, EOFError) as error:  # TimeoutError is an OSError
+            self._say_once(f"{address} connected for a transfer and has not greeted", error)
+        return None
+
+    def _say_once(self, what: str, why: Exception) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("%s (said once): %s", what, str(why) or f"nothing came within {_GREET_S:g} s")
 
     async def _converse(self, stream: Stream, reader: _Reader) -> None:
         while True:
@@ -271,12 +275,15 @@ class Server:
         try:
             here = [(number, block) for number, block in enumerate(lease.blocks) if block is not None]
             numbers, blocks = [number for number, _ in here], [block for _, block in here]
+            if len({len(block) for block in blocks}) > 1:
+                raise Refused("the blocks here are not of one size")
             exposed = None if self._carrier is None or not blocks else await self._carrier.expose(blocks)
         except BaseException:
             lease.end()
             raise
         offer = Offer(
-            tuple(0 if block is None else len(block) for block in lease.blocks),
+            len(blocks[0]) if blocks else 0,
+            tuple(number for number, block in enumerate(lease.blocks) if block is None),
             exposed.engine if exposed else "",
             exposed.place if exposed else 0,
         )

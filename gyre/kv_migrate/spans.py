@@ -25,15 +25,16 @@ class Span:
 
 
 class Spans:
-    """Divides `count` blocks of `block_bytes` each into spans of whole blocks."""
+    """Divides `count` blocks of `block_bytes` each into spans of whole blocks, where several streams fetch them."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        whole = max(1, _SPAN_BYTES // block_bytes) * block_bytes
         total = count * block_bytes
-        self._waiting = deque(Span(begin, min(begin + whole, total)) for begin in range(0, total, whole))
-        self.streams = max(1, min(STREAMS, total // _STREAM_BYTES, len(self._waiting)))
+        self.streams = max(1, min(STREAMS, total // _STREAM_BYTES, count))
         """How many may usefully fetch at once."""
+        # One stream fetches all at once: between two spans the link lies idle.
+        whole = max(1, _SPAN_BYTES // block_bytes) * block_bytes if self.streams > 1 else max(1, total)
+        self._waiting = deque(Span(begin, min(begin + whole, total)) for begin in range(0, total, whole))
 
     def take(self) -> Span | None:
         """The next span that nobody fetches; None when there is none."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from typing import Self
 
 from gyre.errors import Unavailable
@@ -18,10 +17,11 @@ from gyre.kv_migrate.conversation import Fetch, Granted
 from gyre.kv_migrate.manifest import Manifest
 from gyre.kv_migrate.pacing import Turn, at_once
 from gyre.kv_migrate.serving import Server
+from gyre.kv_migrate.silence import Silence
 from gyre.kv_migrate.spans import Spans
 from gyre.kv_migrate.staging import Staging
 from gyre.kv_migrate.stream import Greeting
-from gyre.kv_migrate.transport import BlockSource, Received, SourceLost, check_room
+from gyre.kv_migrate.transport import BlockSource, Received, check_room
 
 _RECEIVE_BYTES = 256 << 10
 """At once: what has just come is checksummed while it is still in the processor's cache."""
@@ -33,6 +33,8 @@ class TcpTransport:
     With `silence_s`, a source from which nothing comes for so long is given up before the deadline. `epoch` is that of a
     source whose blocks are good whichever process gives them.
     """
+
+    share_bytes = 256 << 20
 
     def __init__(
         self,
@@ -85,39 +87,29 @@ class TcpTransport:
     ) -> Received:
         check_room(manifest, block_bytes, staging)
         lines = [self._lines.take(address)]
-        loop, silence_s = asyncio.get_running_loop(), self._silence_s
-        silence = asyncio.timeout(silence_s)
-
-        def heard() -> None:
-            if silence_s is not None:
-                silence.reschedule(loop.time() + silence_s)
+        silence = Silence(address, self._silence_s)
 
         async def our_turn(count: int) -> None:
-            if silence_s is not None:
-                silence.reschedule(None)  # it is we who let the source wait
-            await turn(count)
-            heard()
+            with silence.ours():
+                await turn(count)
 
         try:
             async with asyncio.timeout(deadline_s), silence:
                 offer = await open_transfer(lines[0], manifest, Kind.TCP, deadline_s)
-                heard()
+                silence.heard()
                 check = Check(offer, manifest, block_bytes, staging.view)
                 spans = Spans(check.count, block_bytes)
                 lines += [self._lines.take(address) for _ in range(spans.streams - 1)]
                 async with asyncio.TaskGroup() as streams:
                     for line in lines:
-                        streams.create_task(_fetch(line, manifest, spans, check, staging.view, our_turn, heard))
+                        streams.create_task(_fetch(line, manifest, spans, check, staging.view, our_turn, silence))
                 received = await finish(lines[0], manifest, check)
                 self._lines.give_back(address, lines)
                 lines.clear()
                 return received
         except TimeoutError as error:
-            if silence.expired():
-                raise SourceLost(f"nothing came from {address} for {silence_s:g} s") from error
-            raise Unavailable(
-                f"{address} did not send {len(manifest.blocks)} blocks within {deadline_s:g} s"
-            ) from error
+            late = f"{address} did not send {len(manifest.blocks)} blocks within {deadline_s:g} s"
+            raise Unavailable(late) from error
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
@@ -132,7 +124,7 @@ async def _fetch(
     check: Check,
     view: memoryview,
     turn: Turn,
-    heard: Callable[[], None],
+    silence: Silence,
 ) -> None:
     """One stream's part: spans, as long as there are any."""
     while (span := spans.take()) is not None:
@@ -147,7 +139,7 @@ async def _fetch(
                     granted = upto
                 check.whole(spans.arrived(span, await stream.receive_some(view[span.begin : upto])))
                 line.patience.progress()
-                heard()
+                silence.heard()
         except (OSError, EOFError) as error:
             line.close()
             spans.put_back(span)

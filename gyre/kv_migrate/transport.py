@@ -68,6 +68,10 @@ class BlockSource(Protocol):
 class Transport(Protocol):
     """One way to move bytes. Every method may be cancelled at any moment; nothing of a cancelled pull is to be used."""
 
+    share_bytes: int
+    """More than this is better pulled in several transfers, where a source that is silent shall be given up soon: of a
+    whole transfer it may have something to do before its first word."""
+
     @property
     def epoch(self) -> int:
         """Goes into the manifests of those who pull from here. It only grows, also from one process to the next."""
@@ -92,9 +96,10 @@ class Transport(Protocol):
     ) -> Received:
         """Fetch blocks of `block_bytes` each into `staging`, which has room for all of the manifest's.
 
-        Nothing is fetched before `turn` has been awaited for it. A connection that breaks is made anew and the pull goes on where it was. When this returns or raises, nothing
-        is written to `staging` any more. Raises Refused (the peer said no), BadInput (an address of another form or
-        kind) or Unavailable (not reached, lost for good, or not done by the deadline).
+        Nothing is fetched before `turn` has been awaited for it. A connection that breaks is made anew and the pull goes on
+        where it was. When this returns or raises, nothing is written to `staging` any more. Raises Refused (the peer said
+        no), BadInput (an address of another form or kind), SourceLost (not reached, lost for good, or silent for longer than
+        the transport allows) or Unavailable (not done by the deadline).
         """
         ...
 

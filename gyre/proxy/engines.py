@@ -38,7 +38,8 @@ class Engines:
     """`wait_s` bounds a call's wait for an engine; `connect` makes the client of the engine at a URL.
 
     `resting_bytes_s` bounds how quickly an engine takes over prefixes that no request waits for (0: nothing does); `moved`
-    hears of every move, and whether a request waited for it.
+    hears of every move, and whether a request waited for it. An engine that is silent for `kv_silence_s` when it is asked
+    for blocks is given up.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class Engines:
         connect: Callable[[str], EngineClient] = EngineClient,
         resting_bytes_s: float = 0.0,
         moved: Callable[[MoveReport, bool], None] | None = None,
+        kv_silence_s: float | None = None,
     ) -> None:
         self._resting_bytes_s = resting_bytes_s
         self._moved = moved
+        self._kv_silence_s = kv_silence_s
         self._wait_s = wait_s
         self._connect = connect
         self._inherits_since_s: float | None = None
@@ -199,7 +202,7 @@ class Engines:
         moves.add(under_way)
         try:
             bytes_s = self._resting_bytes_s if resting else 0.0
-            report = await move_prefix(giver, taker, token_ids, version, MOVE_S, bytes_s)
+            report = await move_prefix(giver, taker, token_ids, version, MOVE_S, bytes_s, self._kv_silence_s)
             if self._moved is not None:
                 self._moved(report, not resting)
             return report

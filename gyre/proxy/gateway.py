@@ -25,7 +25,7 @@ from gyre.actors.messages import (
     OpenRun,
     SetRoutes,
 )
-from gyre.actors.messages_journals import Attempt, Copies, CopyTo, Taken, TakeOver
+from gyre.actors.messages_journals import Attempt
 from gyre.engine.client import EngineClient
 from gyre.errors import BadInput, Refused, StorageFull
 from gyre.harness.profiles import profile
@@ -34,18 +34,17 @@ from gyre.ids import CellId, NodeId, RunId
 from gyre.proxy.aside import Aside
 from gyre.proxy.closed_keys import ClosedKeys
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
+from gyre.proxy.copied_journals import CopiedJournals
 from gyre.proxy.departure import Departure, Resting
 from gyre.proxy.dialects.spoken import Spoken
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault, FaultKind
 from gyre.proxy.front import Front
-from gyre.proxy.held_copies import HeldCopies
 from gyre.proxy.journal_writer import JournalWriter, read_journal
 from gyre.proxy.journals import closed_folder, open_folder, open_journals
 from gyre.proxy.live_run import Limits, LiveRun
 from gyre.proxy.metering import Metering
 from gyre.proxy.rendering import Rendering
-from gyre.proxy.replication import NO_PEER, Peer, Replication
 from gyre.proxy.session import Session, opened_record
 from gyre.sched.placement import NOWHERE
 from gyre.trajectory.journal import CallStarted, RunClosed, RunOpened
@@ -75,6 +74,8 @@ class GatewayConfig:
     block_tokens: int = 16
     resting_kv_mib_s: int = 0
     """How quickly an engine takes over KV that no request waits for; 0: as quickly as it can."""
+    kv_silence_s: float | None = None
+    """An engine that does not say within that which KV it has is given up; None: with the deadline of the move."""
     fsync: bool = True
     """Whether a record is on the disk itself before an answer that rests on it is complete, or only with the kernel."""
     wait_s: float = 1800.0
@@ -88,9 +89,7 @@ class GatewayConfig:
 class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self._replication = None if config.copies_dir is None else Replication(config.node)
-        self.copies = None if config.copies_dir is None else HeldCopies(config.copies_dir)
-        """Those that are kept here."""
+        self.copies = CopiedJournals(config.node, config.journal_dir, config.trajectories_dir, config.copies_dir)
         self._open_dir = config.journal_dir / "open"
         self._closed_dir = config.journal_dir / "closed"
         self._rendering = Rendering(config.model_dir, config.renderer, thinking=config.thinking)
@@ -104,6 +103,7 @@ class Gateway:
             lambda url: EngineClient(url, key=config.engine_key),
             config.resting_kv_mib_s * (1 << 20),
             self._metering.moved,
+            config.kv_silence_s,
         )
         self._runs: dict[RunId, LiveRun] = {}
         self._closed_keys = ClosedKeys(config.journal_dir)
@@ -144,8 +144,7 @@ class Gateway:
         for live in self._runs.values():
             await live.end()
             await live.close_journal()
-        if self._replication is not None:
-            await self._replication.close()
+        await self.copies.close()
         await self._engines.close()
         self._aside.close()
 
@@ -209,7 +208,7 @@ class Gateway:
         closed = self._closed.read(order.run, order.attempt)
         live = self._runs.get(order.run)
         if closed is not None and (live is None or live.session.opened.attempt != order.attempt):
-            await self._copied(Attempt(order.run, order.attempt))
+            await self.copies.closed(Attempt(order.run, order.attempt))
             return closed.trace
         if live is None:
             raise Refused(f"run {order.run}: no such run is open")
@@ -229,21 +228,8 @@ class Gateway:
             self._failed[order.run] = session.failure
         self._metering.closed(trace)
         self._retire(live)
-        await self._copied(Attempt(order.run, order.attempt))
+        await self.copies.closed(Attempt(order.run, order.attempt))
         return trace
-
-    async def _copied(self, attempt: Attempt) -> None:
-        """Until what a closed run left outlives this node, or is not to be waited for."""
-        folder, lineages = self._left_by(attempt)
-        if self._replication is not None and folder.is_dir():
-            await self._replication.closed(attempt, folder, lineages).whole()
-
-    def _left_by(self, attempt: Attempt) -> tuple[Path, Path | None]:
-        """A closed run's journal and lineages, on disk."""
-        closed = closed_folder(self.config.journal_dir, attempt.run, attempt.attempt)
-        folder = closed if closed.is_dir() else self._folder(attempt.run, attempt.attempt)
-        lineages = self._closed.path(attempt.run, attempt.attempt)
-        return folder, lineages if lineages.exists() else None
 
     def lineages(self, order: GetLineages) -> Lineages:
         return Lineages(self._closed.lineages(order.run, order.attempt, order.indices))
@@ -266,32 +252,6 @@ class Gateway:
             },
         )
 
-    # ------------------------------------------------------------------------------------------ copies of journals
-
-    def copy_to(self, order: CopyTo, peer: Peer | None) -> None:
-        """Have the journals' copies there from now on: those of open runs, and of the closed ones that are named."""
-        if self._replication is None:
-            raise Refused("this gateway's journals have no copies")
-        why = f"where {order.node} is reached is not known just now" if order.node else NO_PEER
-        self._replication.go_to(order.node, peer, why)
-        self._replication.keep(order.closed)
-        for attempt in order.closed:
-            folder, lineages = self._left_by(attempt)
-            if attempt not in self._replication and folder.is_dir():
-                self._replication.closed(attempt, folder, lineages)
-
-    def copies_status(self) -> Copies:
-        if self._replication is None:
-            raise Refused("this gateway's journals have no copies")
-        return self._replication.status()
-
-    async def take_over(self, order: TakeOver) -> Taken:
-        """Make runs of a node that is gone ours, as far as their copies here are whole."""
-        if self.copies is None:
-            return Taken(())
-        folders = self.config.journal_dir, self.config.trajectories_dir
-        return Taken(await asyncio.to_thread(self.copies.take_over, order.attempts, *folders))
-
     # ------------------------------------------------------------------------------------------ the front's side
 
     def admit(self, run: str, key: str) -> LiveRun:
@@ -311,8 +271,7 @@ class Gateway:
             wanted.encode(), authorization.encode("utf-8", "replace")
         ):
             return None
-        behind_bytes = 0 if self._replication is None else self._replication.status().behind_bytes
-        return self._metering.render(self.status(), behind_bytes)
+        return self._metering.render(self.status(), self.copies.behind_bytes)
 
     # ------------------------------------------------------------------------------------------ private
 
@@ -320,9 +279,8 @@ class Gateway:
         return LiveRun(session, journal, self._engines, self._rendering, self._limits, self._metering, self._aside)
 
     def _journal(self, run: RunId, attempt: int) -> JournalWriter:
-        folder = self._folder(run, attempt)
-        replica = None if self._replication is None else self._replication.link(Attempt(run, attempt), folder)
-        return JournalWriter(folder, fsync=self.config.fsync, replica=replica)
+        replica = self.copies.link(Attempt(run, attempt))
+        return JournalWriter(self._folder(run, attempt), fsync=self.config.fsync, replica=replica)
 
     def _folder(self, run: RunId, attempt: int) -> Path:
         return open_folder(self.config.journal_dir, run, attempt)
@@ -356,8 +314,7 @@ class Gateway:
         opened = live.session.opened
         await live.close_journal(RunClosed(run=opened.run, attempt=opened.attempt, failure="a later attempt began"))
         self._retire(live)
-        if self._replication is not None:
-            self._replication.forget(Attempt(opened.run, opened.attempt))
+        self.copies.forget(Attempt(opened.run, opened.attempt))
 
     def _restore(self) -> None:
         """Open again what the journals say was open, and know what is closed."""

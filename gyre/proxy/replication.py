@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 import xxhash
 
 from gyre.actors.messages_journals import AskHeld, Attempt, Copies, CopyJournal, Held, PutAway
+from gyre.deadline import outlive_request
 from gyre.errors import GyreError, Refused
 from gyre.ids import NodeId, RunId
 from gyre.proxy.held_copies import LINEAGES, PIECE_BYTES, checksum_of
@@ -180,6 +181,7 @@ class ReplicaLink:
         await self._wake()
 
     async def _keep_up(self) -> None:
+        outlive_request()
         pause_s = _SHORTEST_PAUSE_S
         while True:
             try:

@@ -8,11 +8,12 @@ taken back when another node joins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gyre.ids import CellId, NodeId, RunId
-from gyre.store.records import CellSpecRecord, GroupRecord, GroupState, Purpose, Role, RunRecord, RunState
+from gyre.store.records import CellSpecRecord, DrainRecord, GroupRecord, GroupState, Purpose, Role, RunRecord, RunState
+from gyre.store.typed import Versioned
 
 NOWHERE = NodeId("")
 
@@ -43,10 +44,35 @@ class Absence:
         self._since_s.clear()
 
 
-def placed(runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[NodeId]) -> list[RunRecord]:
+class Notice:
+    """Nodes that were to be empty by now: those that drain, with a time that is over as far as this leader has seen."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[tuple[NodeId, int], float] = {}
+        """By the drain's revision too: one that is ordered anew counts anew."""
+
+    def look(self, now_s: float, drains: Iterable[Versioned[DrainRecord]]) -> frozenset[NodeId]:
+        timed = {
+            (drain.record.node, drain.mod_revision): within_s
+            for drain in drains
+            if (within_s := drain.record.within_s) is not None
+        }
+        self._since_s = {drain: self._since_s.get(drain, now_s) for drain in timed}
+        return frozenset(drain[0] for drain, since_s in self._since_s.items() if now_s - since_s >= timed[drain])
+
+    def begin(self) -> None:
+        """A new term of the leader: it cannot know how long others have waited, and waits as long again."""
+        self._since_s.clear()
+
+
+def placed(
+    runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[NodeId], due: Collection[NodeId] = ()
+) -> list[RunRecord]:
     """The runs that change, as they are then: given to a node, or to none for now. `runs` are in launch order.
 
-    A run that was live on a node that is gone begins its next attempt. One that lives on a draining node ends there.
+    A run that was live on a node that is gone begins its next attempt. One that lives on a draining node ends there,
+    unless the node is `due` to be empty and there is one that takes runs: then it begins its next attempt too.
+    A run is given to no node that it has failed on, as long as one takes runs that it has not.
     """
     open_ = [run for run in runs if run.state is not RunState.SETTLED]
     takers = [room for room in rooms if not room.draining]
@@ -55,6 +81,7 @@ def placed(runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[No
     lone = len(takers) == 1
     free = {room.node: len(open_) if lone else room.max_live - had[room.node] for room in takers}
     surplus = Counter({node: -left for node, left in free.items() if left < 0})
+    taking = {room.node for room in takers if room.max_live}
     behind: set[RunId] = set()
     for run in reversed(open_):
         if run.state is RunState.QUEUED and surplus[run.node] > 0:
@@ -62,11 +89,12 @@ def placed(runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[No
             behind.add(run.run)
     changed: list[RunRecord] = []
     for run in open_:
-        left = run.node in gone
+        left = run.node in gone or (run.state is RunState.LIVE and run.node in due and anyone_takes(rooms))
         leaves = run.state is RunState.QUEUED and (run.node in draining or run.run in behind)
         if not (left or leaves or run.node == NOWHERE):
             continue
-        node = max(sorted(free), key=lambda name: free[name], default=NOWHERE)
+        able = sorted(taking.difference(run.failed_on)) or sorted(free)
+        node = max(able, key=lambda name: free[name], default=NOWHERE)
         if node != NOWHERE and free[node] > 0:
             free[node] -= 1
         else:
@@ -75,6 +103,11 @@ def placed(runs: Sequence[RunRecord], rooms: Sequence[Room], gone: Collection[No
             attempt = run.attempt + 1 if left and run.state is RunState.LIVE else run.attempt
             changed.append(replace(run, node=node, state=RunState.QUEUED, attempt=attempt))
     return changed
+
+
+def anyone_takes(rooms: Iterable[Room]) -> bool:
+    """Whether a run that leaves its node has anywhere to go, at once or when there is room."""
+    return any(room.max_live and not room.draining for room in rooms)
 
 
 def left_by(

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gyre.errors import BadInput, GyreError, StorageFull, Unavailable
-from gyre.store.protocol import Compacted, Event, KeyValue, Page, Txn, TxnResult, prefix_end
+from gyre.errors import BadInput, GyreError, Unavailable
+from gyre.store.protocol import Compacted, Event, KeyValue, Page, StoreFull, Txn, TxnResult, prefix_end
 
 _FORMAT = 1
 _TABLES = """
@@ -200,7 +200,7 @@ class History:
 def _ours(error: sqlite3.Error, where: str) -> GyreError:
     text = str(error)
     if "full" in text or "disk I/O" in text:
-        return StorageFull(f"state store {where}: {text}; free some space on its disk")
+        return StoreFull(f"state store {where}: {text}; free some space on its disk")
     if "not a database" in text or "malformed" in text:
         return BadInput("store", where, f"it must be a whole SQLite file ({text})")
     return Unavailable(f"state store {where}: {text}")

@@ -12,7 +12,8 @@ A reader that must miss nothing lists first and watches on from there:
         async for event in events:
             ...
 
-A call that fails with Unavailable, or is cancelled, may have been carried out: read before trying again.
+A call that fails with Unavailable, or is cancelled, may have been carried out: read before trying again. One that fails
+with StoreRefuses or StoreFull was not; both are a store that cannot be had until a person has mended it, and then it can.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from gyre.errors import BadInput, GyreError, Unavailable
+from gyre.errors import BadInput, GyreError, Refused, StorageFull, Unavailable
 
 MAX_TXN_OPS = 127
 """The most compares, and the most puts, deletes and gets together, of one transaction: etcd's limit, less one that its
@@ -49,6 +50,14 @@ class LeaseLost(GyreError):
 
 class StoreClosed(Unavailable):
     """The store was closed in this process."""
+
+
+class StoreRefuses(Refused, Unavailable):
+    """The store does not let us do this: our user, its password, or its rights. Until a person has mended that."""
+
+
+class StoreFull(StorageFull, Unavailable):
+    """The store takes no writes, and may be read. Until a person has given it space."""
 
 
 class StoreLocked(GyreError):

@@ -69,7 +69,11 @@ class NodeRecord:
     incarnation: str
     """Which life of its gyred."""
     max_live: int
-    """Runs live at a time; 0 when the node ends soon, and its queued runs are for others."""
+    """Runs live at a time; 0 when the node ends soon or has a `trouble`, and its queued runs are for others."""
+    home: str = ""
+    """Which folder of which machine its gyred runs from: only the same home takes the record of a node that is there."""
+    trouble: str = ""
+    """Why no run begins there until that has changed; empty where runs do."""
 
 
 @record("child")
@@ -88,6 +92,8 @@ class DrainRecord:
     """A person's word that a node gets no new run, and gives those away that have not begun."""
 
     node: NodeId
+    within_s: float | None
+    """So long the runs that live there may go on; then they begin again elsewhere. None: until they end."""
 
 
 @record("core")
@@ -176,6 +182,18 @@ class CurrentJobRecord:
     spec: str
 
 
+@record("waiting")
+@dataclass(frozen=True)
+class WaitingRecord:
+    """A node that is there and works on no job. It hangs on the lease of its gyred."""
+
+    node: NodeId
+    address: str
+    cells: int
+    gyre: str
+    """Its version."""
+
+
 @record("secret")
 @dataclass(frozen=True)
 class SecretRecord:
@@ -236,6 +254,8 @@ class RunRecord:
     trace: RunTrace | None
     started_unix_s: float
     ended_unix_s: float
+    failed_on: tuple[NodeId, ...] = ()
+    """Nodes where an attempt failed through no fault of its own: the next begins on another, while one takes runs."""
 
 
 @record("stage")
@@ -271,6 +291,11 @@ class SwitchRecord:
 def current_key(cluster: str) -> str:
     """Of a cluster's CurrentJobRecord."""
     return f"/gyre/{cluster}/current"
+
+
+def waiting_prefix(cluster: str) -> str:
+    """Of the WaitingRecords of a cluster's nodes."""
+    return f"/gyre/{cluster}/waiting/"
 
 
 def secret_key(cluster: str) -> str:

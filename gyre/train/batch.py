@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gyre.actors.messages import LineageWork, MicroStep
+from gyre.actors.messages_replica import LineageWork, MicroStep
 from gyre.config import BatchSection, LossSection, OptimizerSection
 from gyre.errors import BadInput
 from gyre.ids import GroupId, MicroStepId, RunId

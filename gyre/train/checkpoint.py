@@ -1,8 +1,8 @@
 # pyright: basic
 """Checkpoints in folders: what the core's replica goes on from when the process that took the last step is gone.
 
-    c00000007/  model.safetensors       the weights, those of snapshot 7
-                optimizer.safetensors   AdamW's moments and step counts after the step to 7
+    c00000007/  model.safetensors       the weights, byte by byte those of snapshot 7
+                optimizer.safetensors   AdamW's moments and step count after the step to 7
                 index.json              which snapshot they belong to, and every file with its size and checksum
 
 They are first in shared memory and then on disk (gyre.train.checkpoint_writer). The newest may be of an earlier version
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from gyre.errors import GyreError
 from gyre.train.tensor_file import save_tensors
-from gyre.train.whole_folder import FileEntry, first_fault, list_entries, remove_whole, write_whole
+from gyre.train.whole_folder import FileEntry, checkpoint_path, first_fault, list_entries, remove_whole, write_whole
 
 INDEX = "index.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"c(\d{8,})")
 
 log = logging.getLogger("gyre.train.checkpoint")
@@ -50,7 +50,7 @@ class Checkpoint:
     version: int
     snapshot: str
     """The digest of the snapshot that the step wrote."""
-    layout_hash: str
+    model_hash: str
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
 
@@ -59,7 +59,7 @@ class Checkpoint:
 class Index:
     version: int
     snapshot: str
-    layout_hash: str
+    model_hash: str
     files: tuple[FileEntry, ...]
 
     def to_bytes(self) -> bytes:
@@ -69,15 +69,11 @@ class Index:
             "format": _FORMAT,
             "version": self.version,
             "snapshot": self.snapshot,
-            "layout_hash": self.layout_hash,
+            "model_hash": self.model_hash,
             "files": files,
         }
         seal = xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
         return json.dumps({**plain, "seal": seal}, indent=1, sort_keys=True).encode()
-
-
-def checkpoint_path(checkpoints_dir: Path, version: int) -> Path:
-    return checkpoints_dir / f"c{version:08d}"
 
 
 def write_checkpoint(checkpoint: Checkpoint, checkpoints_dir: Path) -> None:
@@ -86,7 +82,7 @@ def write_checkpoint(checkpoint: Checkpoint, checkpoints_dir: Path) -> None:
     def fill(folder: Path) -> None:
         save_tensors(checkpoint.weights, folder / MODEL)
         save_tensors(checkpoint.moments, folder / OPTIMIZER)
-        index = Index(checkpoint.version, checkpoint.snapshot, checkpoint.layout_hash, list_entries(folder))
+        index = Index(checkpoint.version, checkpoint.snapshot, checkpoint.model_hash, list_entries(folder))
         (folder / INDEX).write_bytes(index.to_bytes())
 
     write_whole(checkpoint_path(checkpoints_dir, checkpoint.version), fill)
@@ -130,7 +126,7 @@ def read_index(path: Path) -> Index:
         files = tuple(
             FileEntry(name, entry["bytes"], entry["xxh3_128"]) for name, entry in sorted(plain["files"].items())
         )
-        index = Index(plain["version"], plain["snapshot"], plain["layout_hash"], files)
+        index = Index(plain["version"], plain["snapshot"], plain["model_hash"], files)
         if index.to_bytes() == content:
             return index
     except OSError as error:
@@ -153,30 +149,26 @@ def verify(path: Path) -> Index:
     return index
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    return load_file(path / MODEL)
-
-
 def read_moments(path: Path) -> dict[str, Tensor]:
     return load_file(path / OPTIMIZER)
 
 
-def why_unfit(index: Index, version: int, layout_hash: str, published: str) -> str:
+def why_unfit(index: Index, version: int, model_hash: str, published: str) -> str:
     """Why a replica that holds snapshot `version` cannot go on from the checkpoint; empty when it can.
 
     `published` is the digest of the snapshot of the checkpoint's own version; empty when that is deleted by now.
     """
     if index.version > version:
         return f"it is of a step that was not published, and the snapshot is version {version}"
-    if index.layout_hash != layout_hash:
-        return f"it has layout {index.layout_hash}, this replica has {layout_hash}"
+    if index.model_hash != model_hash:
+        return f"it is of model {index.model_hash}, this replica's is {model_hash}"
     if published and index.snapshot != published:
         return "it is of a step that was taken again"
     return ""
 
 
 def newest_fitting(
-    places: Sequence[Path], version: int, layout_hash: str, published: Callable[[int], str]
+    places: Sequence[Path], version: int, model_hash: str, published: Callable[[int], str]
 ) -> tuple[Index, Path] | None:
     """The newest whole checkpoint in any of the folders that fits snapshot `version`; None when there is none.
 
@@ -189,7 +181,7 @@ def newest_fitting(
         except CheckpointTorn as error:
             log.warning("checkpoint %s; the one before is tried", error)
             continue
-        reason = why_unfit(index, version, layout_hash, published(index.version))
+        reason = why_unfit(index, version, model_hash, published(index.version))
         if not reason:
             return index, path
         log.warning("checkpoint %s does not fit: %s; the one before is tried", path.name, reason)

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gyre.actors.messages import MicroStep
+from gyre.actors.messages_replica import MicroStep
 from gyre.errors import BadInput
 from gyre.ids import CellId, MicroStepId
 

@@ -2,7 +2,8 @@
 """The Megatron model of one replica: its process groups, its GPTModel, its flat buffers and its optimizer.
 
 `replica` says when; here is how. The gradient of everything lies in one flat buffer and so do the parameters, which is
-what lets sums be shipped, merged and stepped on without touching single parameters.
+what lets sums be shipped, merged and stepped on without touching single parameters. Of a replica of several ranks (tensor
+parallel) each has its part of both.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gyre.config import OptimizerSection
-from gyre.errors import BadInput
 from gyre.train import cpu_adapter
+from gyre.train.flat_memory import FlatMemory
+from gyre.train.maps import model_hash, pieces, read_weights
+from gyre.train.ranks import ALONE, RankPlace, Ranks
 from gyre.train.shape import ModelShape
+from gyre.train.tensor_file import MappedFile
 
 cpu_adapter.install()
 
@@ -41,17 +45,24 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
-def start_groups() -> None:
-    """Start this process's groups: a world of one rank, met in memory, so that no port is needed. May be repeated."""
-    if parallel_state.model_parallel_is_initialized():
-        return
-    if not torch.distributed.is_initialized():
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+def start_groups(place: RankPlace = RankPlace()) -> Ranks:  # noqa: B008 - frozen
+    """Start this process's groups, once: alone, met in memory, or with the other ranks, at the file of their meeting."""
+    cuda = torch.cuda.is_available()
+    if not parallel_state.model_parallel_is_initialized():
+        if cuda:
+            torch.cuda.set_device(place.device)
+        if not torch.distributed.is_initialized():
+            if any(name == "lo" for _, name in socket.if_nameindex()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = HashStore() if place.count == 1 else FileStore(place.meeting, place.count)
+            torch.distributed.init_process_group(
+                "nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.count
+            )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=place.count)
+        model_parallel_cuda_manual_seed(1)
+    if place.count == 1:
+        return ALONE
+    return Ranks(place.rank, place.count, torch.distributed.new_group(backend="gloo") if cuda else None)
 
 
 class CausalAttention(torch.nn.Module):
@@ -71,11 +82,15 @@ class CausalAttention(torch.nn.Module):
 
 
 class MegatronModel:
-    """One GPTModel in Megatron's data-parallel wrapper; `params` and `grads` are its two flat buffers."""
+    """One GPTModel in Megatron's data-parallel wrapper; `params` and `grads` are its two flat buffers, or the rank's part
+    of them."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, ranks: Ranks = ALONE) -> None:
         self.shape = shape
-        config = _transformer_config(shape)
+        self.pieces = pieces(shape)
+        self.model_hash = model_hash(self.pieces)
+        self._ranks = ranks
+        config = _transformer_config(shape, ranks.count)
         spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
         with cpu_adapter.redirected():
@@ -92,35 +107,59 @@ class MegatronModel:
                 model = model.cuda()
             buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
             self.ddp = DistributedDataParallel(config, buffers, model)
+        named = dict(model.named_parameters())
+        for piece in self.pieces:  # Megatron says so when it initialises weights, which it has no need to here
+            cast(Any, named[piece.ours]).tensor_model_parallel = piece.split is not None
         (self._buffer,) = cast(list[Any], self.ddp.buffers)
         self.grads: Tensor = self._buffer.grad_data
         self.params: Tensor = self._buffer.param_data
-        self.named = dict(model.named_parameters())
+        self.named = named
+        self._memories = FlatMemory(self.params), FlatMemory(self.grads)
+        self._buffer.reset = self._memories[1].zeros  # called by zero_grad_buffer; Megatron's own writes all of it
         self.layout_hash = self._layout_hash()
 
     @property
     def device(self) -> torch.device:
         return self.params.device
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take parameters by Megatron's names into the flat buffer, which may have been freed."""
-        for name, parameter in self.named.items():
-            if weights[name].shape != parameter.shape:
-                allowed = f"{tuple(parameter.shape)} by config.json"
-                raise BadInput(f"model weights {name}", tuple(weights[name].shape), allowed)
-        _allocate(self.params)
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(weights[name])
+    @property
+    def numbers(self) -> int:
+        """In the flat buffers of all ranks together."""
+        return self.grads.numel() * self._ranks.count
+
+    def load(self, files: Sequence[MappedFile]) -> None:
+        """Take the parameters from files in Hugging Face's layout into the flat buffer. Raises as `read_weights`."""
+        params, _ = self._memories
+        params.take()
+        read_weights(files, self.shape, lambda name: self.named[name].detach(), self._ranks)
 
     def zero_grads(self) -> None:
-        _allocate(self.grads)
         self.ddp.zero_grad_buffer()
 
     def free(self) -> None:
-        """Give back the memory of both flat buffers; every view of them stays and is whole again after `load`."""
-        for flat in (self.params, self.grads):
-            flat.untyped_storage().resize_(0)
+        """Give back the memory of both flat buffers; every view of them stays."""
+        for memory in self._memories:
+            memory.give_back()
+
+    def join_shared_grads(self) -> None:
+        """Have the same gradient of what every rank has whole, in place of each one's own.
+
+        That of a norm between layers is the same on all ranks, and the first's stands; of one inside the heads each rank
+        has its heads' part, and they are added up.
+        """
+        if self._ranks.count == 1:
+            return
+        shared = [piece for piece in self.pieces if piece.split is None]
+        grads = [cast(Any, self.named[piece.ours]).main_grad for piece in shared]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        parts = flat.split([grad.numel() for grad in grads])
+        if not self._ranks.first:
+            for piece, part in zip(shared, parts, strict=True):
+                if not piece.of_heads:
+                    part.zero_()
+        torch.distributed.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
 
     def log_probs(self, token_ids: Tensor, temperature: float) -> Tensor:
         """Of each row's tokens 1 … n-1 given those before: float32 [rows, n - 1], at this sampling temperature."""
@@ -132,17 +171,25 @@ class MegatronModel:
         return -vocab_parallel_cross_entropy(logits.contiguous(), token_ids[:, 1:].contiguous())
 
     def _layout_hash(self) -> str:
-        """Two replicas with the same hash keep every gradient at the same place of the flat buffer."""
+        """Two replicas with the same hash keep every gradient at the same place of the same rank's flat buffer."""
         state = hashlib.sha256()
         for name, parameter in self.named.items():
             start, end, _ = self._buffer.param_index_map[parameter]
             state.update(f"{name} {tuple(parameter.shape)} {start} {end}\n".encode())
         state.update(f"{self.grads.dtype} {self.grads.numel()}".encode())
+        of_ranks = self._ranks.hear_all((state.hexdigest()[:32], self.grads.numel()))
+        if {numbers for _, numbers in of_ranks} != {self.grads.numel()}:
+            raise RuntimeError(f"the ranks' parts are not of one size: {of_ranks}")
+        if len(of_ranks) > 1:
+            state.update(repr(of_ranks).encode())
         return state.hexdigest()[:32]
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class AdamW:
-    """Megatron's distributed AdamW over one model, with its moments by parameter name, to be saved and taken again.
+    """Megatron's distributed AdamW over one model, with its moments by parameter name, to be read and filled again.
 
     Norms and biases are not decayed.
     """
@@ -165,6 +212,7 @@ class AdamW:
         (self._distributed,) = self._chained.chained_optimizers
         self._inner: torch.optim.Optimizer = self._distributed.optimizer
         names = {parameter: name for name, parameter in model.named.items()}
+        self._shapes = {name: parameter.shape for name, parameter in model.named.items()}
         pairs = zip(self._distributed.model_fp32_groups, self._distributed.shard_fp32_groups, strict=True)
         self._shards: dict[str, Tensor] = {
             names[whole]: shard for group, shards in pairs for whole, shard in zip(group, shards, strict=True)
@@ -186,38 +234,26 @@ class AdamW:
         """Forget the moments, and give their memory back."""
         self._inner.state.clear()
 
-    def moments(self) -> dict[str, Tensor]:
-        """A copy of all state by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`."""
-        return {
-            f"{key}.{name}": torch.as_tensor(value).to("cpu", copy=True)
-            for name, shard in self._shards.items()
-            for key, value in self._inner.state.get(shard, {}).items()
-        }
+    @property
+    def steps(self) -> float:
+        """How many it has taken since the moments began; 0: there are none."""
+        return max((float(state["step"]) for state in self._inner.state.values()), default=0.0)
 
-    def take(self, moments: Mapping[str, Tensor]) -> None:
-        """Go on from what `moments` gave (nothing, before the first step). Raises KeyError when it lacks a parameter."""
+    def begin(self, steps: float) -> None:
+        """Have moments, of so many steps, all zero: to be filled."""
         self.clear()
-        if not moments:
-            return
-        for name, shard in self._shards.items():
-            average, square, step = (moments[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step"))
-            device = shard.device
-            self._inner.state[shard] = {
-                "step": step.clone(),
-                "exp_avg": average.to(device, copy=True),
-                "exp_avg_sq": square.to(device, copy=True),
-            }
+        for shard in self._shards.values():
+            moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
+            self._inner.state[shard] = {"step": torch.tensor(steps), **moments}
+
+    def moments(self, moment: str) -> dict[str, Tensor]:
+        """One of MOMENTS by parameter name, in the parameter's shape: views."""
+        return {name: self._inner.state[shard][moment].view(self._shapes[name]) for name, shard in self._shards.items()}
 
 
-def _allocate(flat: Tensor) -> None:
-    """Give a freed flat buffer its memory again; its content is then whatever is there."""
-    size_bytes = flat.numel() * flat.element_size()
-    if flat.untyped_storage().nbytes() != size_bytes:
-        flat.untyped_storage().resize_(size_bytes)
-
-
-def _transformer_config(shape: ModelShape) -> TransformerConfig:
+def _transformer_config(shape: ModelShape, ranks: int) -> TransformerConfig:
     return TransformerConfig(
+        tensor_model_parallel_size=ranks,
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.heads,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.actors.messages import LineageWork, MicroStep
+from gyre.actors.messages_replica import LineageWork, MicroStep
 from gyre.errors import BadInput
 from gyre.loss.weights import run_weight
 from gyre.trajectory.records import Lineage

@@ -5,6 +5,9 @@ Synchronous and without sockets: the replica process's actor calls it from one t
 are only ever of one version and one layout, that a transfer and a micro-step enter the batch's sums once, and that
 after any failure it holds either what it held before or nothing.
 
+A replica of several ranks (gyre.train.ranked) is one of these a rank: each has its part of the model and of every sum, and
+what a call raises it raises on all of them. What leaves the replica, the first rank puts together and gives.
+
 Two sets of sums are kept apart. A replica's *own* sums grow with `run_micro_step` and leave it whole by `sums` (to
 another replica) or `keep` (when it is the core's own). The *batch's* sums grow by `merge`, one transfer at a time,
 after the ledger accepted it; only those are stepped on.
@@ -12,7 +15,6 @@ after the ledger accepted it; only those are stepped on.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,23 +23,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.actors.messages import MicroStep, MicroStepDone, OptimizerStep, StageSums, StepDone, SumsShipped
+from gyre.actors.messages_replica import MicroStep, MicroStepDone, OptimizerStep, StageSums, StepDone, SumsShipped
 from gyre.config import CheckpointSection, LossSection, OptimizerSection
-from gyre.errors import GyreError, Refused
+from gyre.errors import GyreError, NotLoaded, Refused
 from gyre.ids import MicroStepId
 from gyre.loss.objectives import token_losses
 from gyre.loss.weights import batch_weight
-from gyre.train import checkpoint, snapshot
+from gyre.train import snapshot
 from gyre.train.checkpoint_writer import CheckpointWriter
-from gyre.train.maps import read_hf_weights, to_hf, to_megatron
 from gyre.train.megatron import AdamW, MegatronModel, start_groups
 from gyre.train.padding import Rows, padded_rows
-from gyre.train.shape import read_shape
+from gyre.train.ranks import RankPlace
+from gyre.train.replica_files import ReplicaFiles
+from gyre.train.shape import read_shape, require_shares
 from gyre.train.sums import Sums, to_wire
-from gyre.train.tensor_file import save_tensors
 from gyre.trajectory.records import Lineage
-
-log = logging.getLogger("gyre.train.replica")
 
 
 class NotFinite(GyreError):
@@ -54,6 +54,7 @@ class ReplicaConfig:
     micro_batch_tokens: int = 4096
     """Tokens of one forward, padding included."""
     threads: int = 1
+    """Of each rank."""
     sums_dtype: str = "float32"
     """In which own sums are sent."""
 
@@ -65,30 +66,30 @@ class _Staged:
 
 
 class Replica:
-    """The replica of the model in `model_dir`. Parameters come with `load`.
+    """The replica of the model in `model_dir`, or one of its ranks. Parameters come with `load`.
 
     After each step it checkpoints itself, by way of `staging_dir` in shared memory, in `checkpoints_dir`. A satellite's
     has no `staging_dir`: it does not step.
     """
 
     def __init__(
-        self, model_dir: Path, config: ReplicaConfig, checkpoints_dir: Path, staging_dir: Path | None = None
+        self,
+        model_dir: Path,
+        config: ReplicaConfig,
+        checkpoints_dir: Path,
+        staging_dir: Path | None = None,
+        place: RankPlace = RankPlace(),  # noqa: B008 - frozen
     ) -> None:
         torch.set_num_threads(config.threads)
-        start_groups()
+        shape = read_shape(model_dir)
+        require_shares(shape, place.count)
+        self._ranks = start_groups(place)
         self._config = config
-        self._model_dir = model_dir
         self._checkpoints = CheckpointWriter(checkpoints_dir, staging_dir, config.checkpoint)
-        self._model = MegatronModel(read_shape(model_dir))
+        self._model = MegatronModel(shape, self._ranks)
         self._optimizer = AdamW(self._model, config.optimizer)
-        self._moments_version = -1
-        self._moments_behind = 0
-        """Steps that the moments know nothing of: 0, but when a checkpoint is lost or torn."""
+        self._files = ReplicaFiles(self._model, self._optimizer, self._ranks, self._checkpoints, model_dir)
         self._model.free()
-        self._folder = Path()
-        """Of the snapshot held, which its next has the tokenizer of."""
-        self._snapshots_dir = Path()
-        self._digest = ""
         self._version = -1
         self._in_memory = False
         self._own: list[MicroStepId] = []
@@ -117,24 +118,18 @@ class Replica:
         """Take the parameters of the snapshot folder `path`; returns the layout hash.
 
         Own sums are dropped. What was staged or merged is kept when the version is the same: the core may have left
-        training in the middle of a batch and come back to it.
+        training in the middle of a batch and come back to it. Each byte of weights is checked as it is taken: when the
+        folder is torn, and no checkpoint has its weights, SnapshotTorn is raised and the replica holds nothing.
         """
-        folder = path
-        try:
-            manifest = snapshot.verify(path)
-        except snapshot.SnapshotTorn as torn:
-            manifest, weights = self._from_checkpoint(path, version, torn)
-            folder = self._model_dir
-        else:
+        with self._ranks.together():
+            manifest = snapshot.read_manifest(path)
             if manifest.version != version:
                 raise Refused(f"the snapshot at {path.name} is version {manifest.version}, asked for was {version}")
-            weights = read_hf_weights(path)
         if version != self._version:
             self.drop()
         self._version, self._in_memory = -1, False
-        self._model.load(to_megatron(weights, self._model.shape))
+        self._files.load(path, manifest)
         self.zero_sums()
-        self._folder, self._snapshots_dir, self._digest = folder, path.parent, manifest.digest
         self._version, self._in_memory = version, True
         return self.layout_hash
 
@@ -143,8 +138,7 @@ class Replica:
         self._own.clear()
         self._model.free()
         self._in_memory = False
-        self._optimizer.clear()
-        self._moments_version = -1
+        self._files.drop_moments()
 
     # ------------------------------------------------------------------------------------------ own sums
 
@@ -157,7 +151,7 @@ class Replica:
         """
         self._require_in_memory()
         if work.version != self._version:
-            raise Refused(f"{work.micro_step} is for version {work.version}, this replica holds {self._version}")
+            raise NotLoaded(f"{work.micro_step} is for version {work.version}, this replica holds {self._version}")
         if work.micro_step in self._own:
             raise Refused(f"{work.micro_step} is in these sums already")
         shape = self._model.shape
@@ -168,7 +162,7 @@ class Replica:
             for rows in batches:
                 for name, value in self._accumulate(rows).items():
                     metrics[name] = metrics.get(name, 0.0) + value
-            if not torch.isfinite(self._model.grads.sum()):
+            if not self._all_finite(self._model.grads.sum()):
                 raise NotFinite(f"the gradient of {work.micro_step} is not finite")
         except BaseException:
             self.zero_sums()
@@ -177,9 +171,13 @@ class Replica:
         return MicroStepDone(work.micro_step, time.monotonic() - started_s, metrics)
 
     def sums(self, transfer: str) -> Sums:
-        """The own sums as they are sent to the core's replica, a copy. They stay until `zero_sums`."""
+        """The own sums as they are sent to the core's replica, a copy: the ranks' parts, in their order.
+
+        They stay until `zero_sums`. What another rank than the first gives is its own part.
+        """
         self._require_own()
-        grads, dtype = self._model.grads, self._config.sums_dtype
+        parts = self._ranks.gather(self._model.grads.cpu()) or [self._model.grads]
+        grads, dtype = parts[0] if len(parts) == 1 else torch.cat(parts), self._config.sums_dtype
         data, error = to_wire(grads, dtype)
         micro_steps = tuple(self._own)
         return Sums(transfer, self.layout_hash, self._version, micro_steps, dtype, grads.numel(), data, error)
@@ -191,7 +189,7 @@ class Replica:
         staged = _Staged(tuple(self._own), self._model.grads.cpu().clone())
         self._staged[transfer] = staged
         self.zero_sums()
-        return SumsShipped(transfer, staged.micro_steps, staged.sums.numel() * staged.sums.element_size())
+        return SumsShipped(transfer, staged.micro_steps, self._model.numbers * staged.sums.element_size())
 
     def zero_sums(self) -> None:
         """Forget the own sums."""
@@ -205,17 +203,28 @@ class Replica:
         if sums.version != self._version:
             raise Refused(f"the sums are of version {sums.version}, this replica holds {self._version}")
         if sums.layout_hash != self.layout_hash:
-            raise Refused(f"the sums have layout {sums.layout_hash}, this replica has {self.layout_hash}")
+            raise Refused(
+                f"the sums have layout {sums.layout_hash}, this replica has {self.layout_hash}: "
+                "both must be of one model and one cells.train_ranks"
+            )
         self._require_new(sums.transfer, sums.micro_steps)
-        if sums.numbers != self._model.grads.numel():
-            raise Refused(f"{sums.numbers} numbers are offered as sums, {self._model.grads.numel()} are expected")
+        if sums.numbers != self._model.numbers:
+            raise Refused(f"{sums.numbers} numbers are offered as sums, {self._model.numbers} are expected")
 
-    def stage(self, sums: StageSums, values: Tensor) -> None:
-        """Keep another replica's sums aside until `merge` names them: float32 `values`, flat. Raises Refused."""
+    def stage(self, sums: StageSums, values: Tensor | None) -> None:
+        """Keep another replica's sums aside until `merge` names them: float32 `values`, flat. Raises Refused.
+
+        The first rank is given all of them and gives each its part; the others are given none.
+        """
         self.require_fitting(sums)
-        if not torch.isfinite(values.sum()):
+        if not self._ranks.agree(values is None or bool(torch.isfinite(values.sum()))):
             raise Refused(f"the sums of transfer {sums.transfer} are not finite")
-        self._staged[sums.transfer] = _Staged(sums.micro_steps, values)
+        if self._ranks.count == 1 and values is not None:
+            part = values
+        else:
+            part = torch.empty(self._model.grads.numel())
+            self._ranks.scatter([] if values is None else values.split(part.numel()), part)
+        self._staged[sums.transfer] = _Staged(sums.micro_steps, part)
 
     def merge(self, transfer: str) -> None:
         """Add staged transfer `transfer` to the batch's sums. Raises Refused when not staged, or merged before."""
@@ -258,29 +267,17 @@ class Replica:
         if self._own:
             raise Refused(f"own sums of {len(self._own)} micro-steps were neither kept nor dropped")
         micro_steps = len(self._merged)
-        self._take_moments()
-        folder = self._folder
-        self._version = self._moments_version = -1
+        behind = self._files.take_moments()
+        self._version = -1
         norm = self._update(order)
-        weights = self._hf_weights()
-
-        def fill(target: Path) -> None:
-            snapshot.copy_surroundings(folder, target)
-            save_tensors(weights, target / snapshot.MODEL)
-
-        path = Path(order.path)
-        digest = snapshot.write_snapshot(path, order.version, fill)
-        state = checkpoint.Checkpoint(order.version, digest, self.layout_hash, weights, self._optimizer.moments())
-        checkpointed = self._checkpoints.metrics()
-        self._checkpoints.offer(state)
-        self._folder, self._snapshots_dir, self._digest = path, path.parent, digest
-        self._version = self._moments_version = order.version
+        digest, checkpointed = self._files.write(Path(order.path), order.version)
+        self._version = order.version
         self.drop()
         metrics = {
             "grad_norm": norm,
             "lr": order.lr,
             "micro_steps": float(micro_steps),
-            "moments_behind": float(self._moments_behind),
+            "moments_behind": float(behind),
         }
         return StepDone(order.version, digest, metrics | checkpointed)
 
@@ -301,7 +298,7 @@ class Replica:
         behaviour, advantages = rows.behaviour.to(device), rows.advantages.to(device)
         losses, metrics = token_losses(loss.kind, logp, behaviour, counted, advantages, loss)
         weighted = losses.sum(1) @ weights
-        if not torch.isfinite(weighted):
+        if not self._all_finite(weighted):
             raise NotFinite("the loss is not finite")
         weighted.backward()
         return metrics | {
@@ -314,80 +311,19 @@ class Replica:
             return 0.0
         grads = self._model.grads
         grads.copy_(self._batch).mul_(batch_weight(order.scored_runs))
-        if not torch.isfinite(grads.sum()):
+        self._model.join_shared_grads()
+        if not self._all_finite(grads.sum()):
             self.drop()
             raise NotFinite("the gradient of the batch is not finite")
         return self._optimizer.step(order.lr)
 
-    def _take_moments(self) -> None:
-        """Have the optimizer's moments of the version held: from memory, or from the newest checkpoint that fits.
-
-        Only the core steps, so only the core ever has them; any replica can.
-        """
-        if self._moments_version == self._version:
-            self._moments_behind = 0
-            return
-        held = self._checkpoints.held(self._version, self._digest)
-        if held is not None:
-            self._optimizer.take(held.moments)
-            self._moments_version, self._moments_behind = self._version, 0
-            return
-        with self._checkpoints.places() as places:
-            found = checkpoint.newest_fitting(places, self._version, self.layout_hash, self._published_digest)
-            if found is None:
-                self._optimizer.clear()
-                had = 0
-            else:
-                index, path = found
-                self._optimizer.take(checkpoint.read_moments(path))
-                had = index.version
-        self._moments_version, self._moments_behind = self._version, self._version - had
-        if self._moments_behind:
-            log.warning(
-                "there is no checkpoint of version %d: weights are the snapshot's, the optimizer's state is %s and "
-                "lacks %d steps",
-                self._version,
-                f"that of checkpoint {had}" if found else "begun anew",
-                self._moments_behind,
-            )
-
-    def _published_digest(self, version: int) -> str:
-        if version == self._version:
-            return self._digest
-        try:
-            return snapshot.read_manifest(snapshot.snapshot_path(self._snapshots_dir, version)).digest
-        except snapshot.SnapshotTorn:
-            return ""
-
-    def _from_checkpoint(
-        self, path: Path, version: int, torn: snapshot.SnapshotTorn
-    ) -> tuple[snapshot.Manifest, dict[str, Tensor]]:
-        """The weights of a torn snapshot, from the checkpoint that belongs to it. Raises `torn` when there is none."""
-        try:
-            manifest = snapshot.read_manifest(path)
-        except snapshot.SnapshotTorn:
-            raise torn from None
-        if manifest.version != version:
-            raise torn
-        with self._checkpoints.places() as places:
-            for whole in (checkpoint.checkpoint_path(place, version) for place in places):
-                try:
-                    index = checkpoint.verify(whole)
-                except checkpoint.CheckpointTorn:
-                    continue
-                if checkpoint.why_unfit(index, version, self.layout_hash, manifest.digest):
-                    continue
-                log.warning("snapshot %s; its weights are taken from checkpoint %s", torn, whole.name)
-                return manifest, checkpoint.read_weights(whole)
-        raise torn
-
-    def _hf_weights(self) -> dict[str, Tensor]:
-        named = {name: parameter.detach().cpu() for name, parameter in self._model.named.items()}
-        return {name: weight.contiguous().clone() for name, weight in to_hf(named, self._model.shape).items()}
+    def _all_finite(self, value: Tensor) -> bool:
+        """Whether it is a number on every rank."""
+        return self._ranks.agree(bool(torch.isfinite(value)))
 
     def _require_in_memory(self) -> None:
         if not self._in_memory or self._version < 0:
-            raise Refused("no parameters are loaded")
+            raise NotLoaded("no parameters are loaded")
 
     def _require_own(self) -> None:
         self._require_in_memory()

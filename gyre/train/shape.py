@@ -77,6 +77,19 @@ def read_shape(model_dir: Path) -> ModelShape:
     )
 
 
+def require_shares(shape: ModelShape, ranks: int) -> None:
+    """Raises BadInput when the model cannot be shared out among so many ranks."""
+    of = {
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size,
+    }
+    odd = [f"{key} ({size})" for key, size in of.items() if size % ranks]
+    if odd:
+        raise BadInput("cells.train_ranks", ranks, f"it must divide the model's {', '.join(odd)}")
+
+
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     fixed: dict[str, Any] = {
         "hidden_act": "silu",

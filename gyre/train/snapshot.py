@@ -22,13 +22,22 @@ from typing import Any, cast
 import xxhash
 
 from gyre.errors import BadInput, GyreError
-from gyre.train.whole_folder import CHUNK_BYTES, FileEntry, first_fault, list_entries, remove_whole, write_whole
+from gyre.train.whole_folder import (
+    CHUNK_BYTES,
+    FileEntry,
+    first_fault,
+    list_entries,
+    remove_whole,
+    size_fault,
+    write_whole,
+)
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 
 _FORMAT = 2
 _NAME = re.compile(r"v(\d{8,})")
+_WEIGHTS_FILE = re.compile(r"model.*\.safetensors")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -178,6 +187,20 @@ def verify(path: Path, digest: str = "") -> Manifest:
     if fault:
         raise SnapshotTorn(f"{path.name}: {fault}")
     return manifest
+
+
+def verify_but_weights(path: Path, manifest: Manifest) -> tuple[FileEntry, ...]:
+    """The files of weights, which are there at their size: who reads them checks their chunks as it goes.
+
+    Every other file was found to be what it says. Raises SnapshotTorn.
+    """
+    weights = tuple(entry for entry in manifest.files if _WEIGHTS_FILE.fullmatch(entry.name))
+    sizes = (size_fault(path, entry) for entry in weights)
+    others = (entry for entry in manifest.files if entry not in weights)
+    fault = next((found for found in sizes if found), "") or first_fault(path, others)
+    if fault:
+        raise SnapshotTorn(f"{path.name}: {fault}")
+    return weights
 
 
 def newest_complete(snapshots_dir: Path) -> tuple[int, Path, str] | None:

@@ -31,6 +31,11 @@ class FileEntry:
     """The checksum of each part of CHUNK_BYTES, where parts travel by themselves."""
 
 
+def checkpoint_path(checkpoints_dir: Path, version: int) -> Path:
+    """Of gyre.train.checkpoint, for who has no torch."""
+    return checkpoints_dir / f"c{version:08d}"
+
+
 def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
     """Make the folder `path` of what `fill` puts into the folder it is given; one that was there is replaced.
 
@@ -96,14 +101,21 @@ def list_entries(folder: Path) -> tuple[FileEntry, ...]:
 def first_fault(folder: Path, entries: Iterable[FileEntry]) -> str:
     """What is wrong with the first file that is not what its entry says; empty when all are."""
     for entry in entries:
-        file = folder / entry.name
-        size_bytes = file.stat().st_size if file.is_file() else -1
-        if size_bytes != entry.size_bytes:
-            what = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
-            return f"{entry.name} {what}, {entry.size_bytes} bytes are expected"
-        if _checksums(file)[0] != entry.xxh3_128:
+        if fault := size_fault(folder, entry):
+            return fault
+        if _checksums(folder / entry.name)[0] != entry.xxh3_128:
             return f"{entry.name} does not match its checksum"
     return ""
+
+
+def size_fault(folder: Path, entry: FileEntry) -> str:
+    """What is wrong with the file's size; empty when nothing is."""
+    file = folder / entry.name
+    size_bytes = file.stat().st_size if file.is_file() else -1
+    if size_bytes == entry.size_bytes:
+        return ""
+    what = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
+    return f"{entry.name} {what}, {entry.size_bytes} bytes are expected"
 
 
 def _checksums(file: Path) -> tuple[str, tuple[str, ...]]:
@@ -117,7 +129,7 @@ def _checksums(file: Path) -> tuple[str, tuple[str, ...]]:
     return whole.hexdigest(), tuple(chunks)
 
 
-def chunk_checksum(chunk: bytes) -> str:
+def chunk_checksum(chunk: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(chunk)
 
 

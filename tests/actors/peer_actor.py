@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gyre.actors.runtime import Actor, LocalRef, handles
-from gyre.errors import BadInput, GyreError, Refused, StorageFull, Unavailable
+from gyre.errors import BadInput, GyreError, NotLoaded, Refused, StorageFull, Unavailable
 from gyre.wire import record
 
 
@@ -73,6 +73,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "Refused": lambda: Refused("the token is stale"),
     "BadInput": lambda: BadInput("port", 0, "1 to 65535 are allowed"),
     "Unavailable": lambda: Unavailable("no engine"),
+    "NotLoaded": lambda: NotLoaded("no parameters are loaded"),
     "StorageFull": lambda: StorageFull("the disk is full"),
     "GyreError": lambda: GyreError("something"),
 }

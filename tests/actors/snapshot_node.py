@@ -17,6 +17,7 @@ from pathlib import Path
 from gyre.actors.messages_snapshots import Chunk, GetChunk
 from gyre.actors.peers import Peers
 from gyre.actors.runtime import ActorSystem, handles
+from gyre.actors.snapshot_folders import SnapshotFolders
 from gyre.actors.snapshot_service import Snapshots, SnapshotService
 from gyre.credentials import Credentials
 
@@ -36,7 +37,7 @@ class Dying(SnapshotService):
 
 async def main(folder: Path, name: str, snapshots_dir: Path, chunks: int) -> None:
     async with ActorSystem.running(name) as system:
-        ref = system.spawn("snapshots", lambda: Dying(Snapshots(snapshots_dir), chunks))
+        ref = system.spawn("snapshots", lambda: Dying(Snapshots(SnapshotFolders(snapshots_dir)), chunks))
         credentials = Credentials(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
         async with Peers(name, credentials, lambda _: ref, "tls:127.0.0.1:0") as peers:
             print(peers.address, flush=True)

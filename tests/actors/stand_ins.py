@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gyre.actors.directory import Directory
-from gyre.actors.messages import DropSums, MergeSums, Ok, OptimizerStep, StepDone
+from gyre.actors.messages import Ok
+from gyre.actors.messages_replica import DropSums, MergeSums, OptimizerStep, StepDone
 from gyre.actors.runtime import Actor, ActorSystem, handles
 from gyre.actors.site import Site
 from gyre.children import Children

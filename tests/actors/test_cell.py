@@ -16,31 +16,23 @@ import pytest
 
 from gyre.actors.cell import CellActor
 from gyre.actors.cell_processes import AdoptedEngine
-from gyre.actors.messages import (
-    Authority,
-    Claim,
-    ClaimMicroStep,
-    CoreLeaving,
-    CoreLost,
-    DrainEngine,
-    DrainReport,
-    GetCellStatus,
-    GiveBack,
-    Merged,
+from gyre.actors.claims import TRIES
+from gyre.actors.messages import Authority, DrainEngine, DrainReport, GetCellStatus, LeaveEngine, Ok, RouteChanged
+from gyre.actors.messages_core import Claim, ClaimMicroStep, CoreLeaving, CoreLost, GiveBack, Merged, SumsStaged
+from gyre.actors.messages_gyrectl import CellStatus
+from gyre.actors.messages_replica import (
+    DropOwnSums,
+    DropSums,
     MicroStep,
     MicroStepDone,
-    Ok,
-    RouteChanged,
     RunMicroStep,
     ShipSums,
     SumsShipped,
-    SumsStaged,
 )
-from gyre.actors.messages_gyrectl import CellStatus
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, Ref, handles
 from gyre.actors.site import Site
 from gyre.children import ExitStatus
-from gyre.errors import GyreError, Unavailable
+from gyre.errors import GyreError, NotLoaded, OthersAway, Unavailable
 from gyre.ids import CellId, MicroStepId
 from gyre.store.protocol import Compare, Txn
 from gyre.store.records import CellRoleRecord, NodeRecord, Role, SwitchRecord
@@ -111,6 +103,7 @@ class Processes:
         self.engine: Process | None = None
         self.replica: Process | None = None
         self.engine_url = ""
+        self.kv_carrier = ""
         self.replica_ref = self.machine.replica_ref
 
     def say_ended(self, child: Process, status: ExitStatus) -> None:
@@ -234,8 +227,19 @@ class Trainer(Actor):
 
     @handles(ShipSums)
     async def ship(self, message: ShipSums) -> SumsShipped:
+        await self._machine.do("ship")
         shipped, self._own = tuple(self._own), []
         return SumsShipped(message.transfer, shipped, 4)
+
+    @handles(DropSums)
+    async def drop(self, _: DropSums) -> Ok:
+        self._own.clear()
+        return Ok()
+
+    @handles(DropOwnSums)
+    async def drop_own(self, _: DropOwnSums) -> Ok:
+        self._own.clear()
+        return Ok()
 
 
 @dataclass
@@ -310,6 +314,22 @@ async def test_it_starts_both_processes_and_opens_when_the_engine_serves(
         assert sorted(bench.machine.done) == ["core lost", "open 0", "start engine 0", "start replica"]
 
 
+async def test_a_cell_whose_node_ends_hands_on_what_its_engine_has_with_the_kv_and_opens_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        await bench.in_rollout()
+        bench.machine.done.clear()
+        report = await bench.site.refs["cell-c0"].ask(LeaveEngine(), DEADLINE_S, DrainReport)
+        assert (report.requests, report.moved_blocks) == (2, 3)
+        assert bench.machine.done == ["close", "drain with KV"]
+        await bench.order(Role.TRAIN)
+        await bench.in_train()
+        await bench.order(Role.ROLLOUT)
+        await bench.in_rollout()
+        assert not [done for done in bench.machine.done if done.startswith("open")]
+
+
 async def test_a_switch_there_and_back_and_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cell(tmp_path, monkeypatch) as bench:
         await bench.in_rollout()
@@ -353,6 +373,61 @@ async def test_a_cell_that_is_ordered_back_in_a_micro_step_tells_of_all_that_it_
         await until(lambda: sum(len(sums.micro_steps) for sums in machine.staged) == 2)
         told = sum(sums.metrics["token_count"] for sums in machine.staged)
         assert told == 20.0
+
+
+async def test_of_sums_that_a_new_core_had_dropped_nothing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        machine = bench.machine
+        await bench.in_rollout()
+        machine.work = [MicroStep(MicroStepId(name), 1, 0, (), 10) for name in ("one", "two")]
+        machine.hold["run one"] = asyncio.Event()
+        await bench.order(Role.TRAIN)
+        await until(lambda: "run one" in machine.done)
+        machine.hold["claim"] = asyncio.Event()
+        machine.hold["run one"].set()
+        await until(lambda: machine.done[-1] == "claim")
+        assert machine.replica_ref is not None
+        await machine.replica_ref.ask(DropSums(), DEADLINE_S, Ok)
+        machine.hold["claim"].set()
+        await until(lambda: bool(machine.staged))
+        (sums,) = machine.staged
+        assert (sums.micro_steps, sums.metrics["token_count"]) == (("two",), 10.0)
+
+
+@pytest.mark.parametrize("what", ["run one", "ship"])
+async def test_a_replica_that_does_not_hold_the_version_any_more_is_ended_and_no_micro_step_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        machine = bench.machine
+        await bench.in_rollout()
+        machine.work = [MicroStep(MicroStepId("one"), 1, 0, (), 10)]
+        machine.faults[what] = NotLoaded("no parameters are loaded")
+        await bench.order(Role.TRAIN)
+        await until(lambda: machine.done.count("load replica 0") == 2)
+        assert machine.done.count("start replica") == 1, "after the one that it began with"
+        assert machine.done.count("give back") == 1
+        assert not machine.staged
+
+
+async def test_micro_steps_whose_runs_cannot_be_had_are_put_off_and_none_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre.actors.claims.FAILED_S", 0.0)
+    async with a_cell(tmp_path, monkeypatch) as bench:
+        machine = bench.machine
+        await bench.in_rollout()
+        failed: list[str] = []
+        monkeypatch.setattr(bench.site, "fail", failed.append)
+        names = [f"step-{number}" for number in range(2 * TRIES + 1)]
+        machine.work = [MicroStep(MicroStepId(name), 1, 0, (), 10) for name in names]
+        machine.faults = {f"run {name}": OthersAway("the lineages of r are not to be had") for name in names[1:]}
+        await bench.order(Role.TRAIN)
+        await until(lambda: machine.done.count("give back") == 2 * TRIES)
+        assert [sums.micro_steps for sums in machine.staged] == [("step-0",)], "what was run before is not given away"
+        assert not failed
 
 
 async def test_a_gateway_that_has_joined_anew_is_told_of_the_engine(

@@ -10,27 +10,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gyre.actors.core import CoreActor
-from gyre.actors.messages import (
+from gyre.actors.messages import JobFailed, Ok
+from gyre.actors.messages_core import (
     Claim,
     ClaimMicroStep,
     CoreLeaving,
     CoreLost,
-    DropSums,
     GetProgress,
     GiveBack,
-    JobFailed,
     Lead,
     Merged,
-    MergeSums,
-    MicroStep,
-    Ok,
-    OptimizerStep,
     Progress,
     Progressed,
-    StepDone,
     SumsStaged,
     WhoLeads,
 )
+from gyre.actors.messages_replica import DropSums, MergeSums, MicroStep, OptimizerStep, StepDone
 from gyre.actors.remote import serve
 from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, handles
 from gyre.actors.site import Site

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gyre import pki
 from gyre.actors import handshake
 from gyre.actors.inspection import ActorList, ListActors
+from gyre.actors.messages_gyrectl import PauseJob
 from gyre.actors.peers import Peers, keeps_own
 from gyre.actors.pipe import HANDSHAKE_S
 from gyre.actors.runtime import Actor, ActorSystem, Died, LocalRef, handles
@@ -138,7 +139,23 @@ async def test_an_actor_that_is_not_served_is_refused_by_name(authority: Path) -
 async def test_a_person_with_a_clients_certificate_asks_nodes_as_often_as_they_like(authority: Path) -> None:
     async with node(authority, "b") as b, asker(authority, "ada") as first, asker(authority, "ada") as second:
         for peers in (first, second, first):
-            assert await peers.ref("b", b.address, "core").ask(Echo(b"x"), LIMIT_S, Echo) == Echo(b"x")
+            assert (await peers.ref("b", b.address, "core").ask(ListActors(), LIMIT_S, ActorList)).actors
+            with pytest.raises(Refused, match="Echo is not for people: ada shows a person's certificate"):
+                await peers.ref("b", b.address, "core").ask(Echo(b"x"), LIMIT_S, Echo)
+
+
+async def test_an_order_goes_on_under_the_name_in_the_persons_certificate(authority: Path) -> None:
+    class Clerk(Actor):
+        @handles(PauseJob)
+        async def pause(self, message: PauseJob) -> PauseJob:
+            return message
+
+    async with ActorSystem.running("b") as system, asker(authority, "ada") as ada:
+        clerk = system.spawn("node", Clerk)
+        async with Peers("b", credentials(authority, "b"), lambda _: clerk, ANYWHERE) as b:
+            ordered = PauseJob(paused=True, by="somebody else")
+            told = await ada.ref("b", b.address, "node").ask(ordered, LIMIT_S, PauseJob)
+            assert told == PauseJob(paused=True, by="ada")
 
 
 @asynccontextmanager

@@ -11,8 +11,9 @@ import pytest
 
 from gyre.actors import shown as shown_module
 from gyre.actors.shown import Shown
+from gyre.errors import Unavailable
 from gyre.store.embedded import EmbeddedStore
-from gyre.store.protocol import Event, Store
+from gyre.store.protocol import Event, KeyValue, Store
 from gyre.store.records import Keys, StepRecord
 from gyre.store.typed import TypedStore
 
@@ -26,9 +27,15 @@ class Counted:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.watches = 0
+        self.away = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    async def get(self, key: str) -> KeyValue | None:
+        if self.away:
+            raise Unavailable("the store is away")
+        return await self._store.get(key)
 
     async def watch(self, prefix: str, from_revision: int = 0) -> AsyncGenerator[Event, None]:
         self.watches += 1
@@ -88,3 +95,14 @@ async def test_nothing_is_watched_when_nobody_has_asked_for_a_while(monkeypatch:
         monkeypatch.setattr(shown_module, "KEPT_S", 60.0)
         await shown.look()
         assert shown.steps.records == [step(number) for number in range(1, 4)]
+
+
+async def test_who_asks_while_the_store_is_away_hears_it_and_what_was_seen_stays() -> None:
+    async with a_shown() as (shown, store, counted):
+        await store.put(KEYS.step(1), step(1))
+        assert await shown.look()
+        counted.away = True
+        assert not await shown.look()
+        assert (shown.listed, len(shown.steps.records)) == (True, 1)
+        counted.away = False
+        assert await shown.look()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -21,10 +22,11 @@ from gyre.actors.messages_snapshots import Chunk, GetChunk, GetHeld, GetManifest
 from gyre.actors.peers import Peers
 from gyre.actors.runtime import ActorSystem, LocalRef, Ref, handles
 from gyre.actors.snapshot_fetch import fetch
+from gyre.actors.snapshot_folders import SnapshotFolders
 from gyre.actors.snapshot_service import Snapshots, SnapshotService
 from gyre.credentials import Credentials
 from gyre.errors import Refused, Unavailable
-from gyre.train.gathering import find_gathering
+from gyre.train.gathering import Gathering, find_gathering
 from gyre.train.snapshot import read_manifest, snapshot_path, verify, write_snapshot
 from gyre.train.whole_folder import CHUNK_BYTES
 
@@ -54,7 +56,7 @@ class Node:
 
     @property
     def folder(self) -> Path:
-        return self.snapshots.snapshots_dir
+        return self.snapshots.folders.disk
 
     @property
     def copies_sent(self) -> float:
@@ -108,7 +110,7 @@ class Liar(SnapshotService):
 async def node(
     authority: Path, folder: Path, name: str, kind: type[SnapshotService] = SnapshotService
 ) -> AsyncIterator[Node]:
-    snapshots = Snapshots(folder / name)
+    snapshots = Snapshots(SnapshotFolders(folder / name))
     async with ActorSystem.running(name) as system:
         service = system.spawn("snapshots", lambda: kind(snapshots))
 
@@ -296,3 +298,48 @@ async def test_a_snapshot_is_fetched_once_at_a_time(nodes: dict[str, Node]) -> N
     verify(snapshot_path(b.folder, 1), digest)
     assert [type(end) for end in ended[1:]] == [Refused, Refused]
     assert core.copies_sent == pytest.approx(1.0, abs=0.01)
+
+
+async def test_a_fetch_that_is_cancelled_leaves_nobody_who_writes_in_the_next_ones_folder(
+    authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = SnapshotFolders.begin
+
+    def late(folders: SnapshotFolders, version: int, digest: str, manifest: bytes) -> Gathering:
+        if not begun.is_set():  # the machine is busy, the first time
+            begun.set()
+            go_on.wait(LIMIT_S)
+        return real(folders, version, digest, manifest)
+
+    monkeypatch.setattr(SnapshotFolders, "begin", late)
+    async with node(authority, tmp_path, "core") as core, node(authority, tmp_path, "b") as b:
+        digest = core.write(1)
+        first = asyncio.create_task(b.fetch(1, digest, b.ref(core)))
+        await asyncio.to_thread(begun.wait, LIMIT_S)
+        first.cancel()
+        await asyncio.sleep(0.1)
+        with pytest.raises(Refused, match="fetched already"):
+            await b.fetch(1, digest, b.ref(core))
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert verify(await b.fetch(1, digest, b.ref(core)), digest)
+
+
+async def test_a_folder_that_goes_while_it_is_filled_is_no_end_of_who_asked(
+    authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Gathering.put
+
+    def gone(gathering: Gathering, number: int, data: bytes) -> bool:
+        shutil.rmtree(gathering.path, ignore_errors=True)
+        return real(gathering, number, data)
+
+    async with node(authority, tmp_path, "core") as core, node(authority, tmp_path, "b") as b:
+        digest = core.write(1)
+        monkeypatch.setattr(Gathering, "put", gone)
+        with pytest.raises(Unavailable, match="snapshot 1 cannot be kept: "):
+            await b.fetch(1, digest, b.ref(core))
+        monkeypatch.undo()
+        assert verify(await b.fetch(1, digest, b.ref(core)), digest)

@@ -112,6 +112,12 @@ async def test_the_figures_are_metrics_by_process_and_kind(job: tuple[JobDir, di
     assert samples["gyre_actors", "node", "Worker"] == 1
     assert samples["gyre_actor_handled_total", "gateway", "Worker"] == 1
     assert samples["gyre_actor_mailbox_messages", "gateway", "Worker"] == 0
+    code, out, _ = await gyrectl("metrics", "--json", "--dir", str(folder.root))
+    assert code == 0
+    assert {name: [total["kind"] for total in totals] for name, totals in json.loads(out).items()} == {
+        "node": ["Worker"],
+        "gateway": ["Worker"],
+    }
 
 
 async def test_a_job_that_does_not_run_is_said_so(tmp_path: Path) -> None:

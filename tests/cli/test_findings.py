@@ -14,6 +14,7 @@ from gyre.cli import findings
 from gyre.cli.findings import State
 from gyre.cli.gyrectl import app
 from gyre.ids import NodeId
+from gyre.store.records import JobState
 
 GIB = 1 << 30
 HERE = Path("/data/job")
@@ -57,6 +58,36 @@ def test_a_gyred_of_another_version_is_a_fault_that_names_both() -> None:
     assert findings.versions(ours, same).state is State.OK
     found = findings.versions(ours, (("gyre", "0.1.0"), ("Python", "3.11.9")))
     assert (found.state, found.found) == (State.FAULT, "gyred has gyre 0.1.0, here 0.2.0")
+
+
+HERE_LOGS = HERE / "logs"
+
+
+def test_what_mends_a_gyred_of_a_cluster_is_not_what_mends_one_alone() -> None:
+    node, other = NodeId("a"), (("gyre", "0.1.0"),)
+    alone = (findings.gyred_silent("why", None, HERE_LOGS), findings.versions((("gyre", "0.2.0"),), other))
+    member = (findings.gyred_silent("why", node, HERE_LOGS), findings.versions((("gyre", "0.2.0"),), other, node))
+    assert all("gyrectl up JOB --resume" in found.mend for found in alone)
+    assert "/data/job/logs/gyred.log" in alone[0].mend
+    for found in member:
+        assert "gyred@a" in found.mend
+        assert "gyrectl up" not in found.mend
+        assert "gyred.log" not in found.mend
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.PAUSED])
+def test_a_gyred_that_is_down_while_its_job_has_not_ended_is_a_fault(state: JobState) -> None:
+    for node, fell, fault in (("a", False, True), ("a", True, True), (None, True, True), (None, False, False)):
+        found = findings.gyred_gone(state, NodeId(node) if node else None, fell=fell)
+        assert (found is not None) is fault
+        assert found is None or found.state is State.FAULT
+
+
+def test_a_gyred_of_a_job_that_has_ended_or_never_began_there_lacks_nobody() -> None:
+    for over in (JobState.FINISHED, JobState.FAILED):
+        assert findings.gyred_gone(over, NodeId("a"), fell=True) is None
+    assert findings.gyred_gone(None, NodeId("a"), fell=False) is None
+    assert findings.gyred_gone(None, NodeId("a"), fell=True) is not None
 
 
 def test_journals_that_another_node_lacks_are_a_warning_with_the_reason() -> None:
@@ -118,3 +149,22 @@ def test_without_a_job_the_machine_is_looked_at_and_an_expired_certificate_is_ex
     after = runner.invoke(app, ["doctor"])
     assert after.exit_code == 1
     assert "fault    certificate  pki/ca.pem has expired; make a new authority" in after.output
+
+
+def test_a_node_that_gets_no_runs_says_why_and_one_that_runs_has_to_be_in_the_cluster() -> None:
+    assert findings.nodes("a", {"a": "", "b": ""}, running=True) == []
+    (full,) = findings.nodes("a", {"a": "", "b": "/work cannot be written: No space left on device"}, running=True)
+    assert full.state is State.WARNING
+    assert full.found == "b gets no runs: /work cannot be written: No space left on device"
+    (absent,) = findings.nodes("a", {"b": ""}, running=True)
+    assert (absent.state, absent.found) == (State.FAULT, "a runs and is not in the cluster")
+    assert findings.nodes("a", {"b": ""}, running=False) == []
+
+
+def test_shared_memory_has_the_room_that_the_file_gives_to_snapshots() -> None:
+    assert findings.shared_memory(HERE, 17 * GIB, 16 * GIB).state is State.OK
+    small = findings.shared_memory(HERE, 64 << 20, 16 * GIB)
+    assert (small.state, small.found) == (
+        State.WARNING,
+        "64 MiB free at /data/job; node.snapshot_memory_mib gives snapshots 16 GiB",
+    )

@@ -32,8 +32,8 @@ STATUS = Status(
     micro_steps_done=1,
     micro_steps=4,
     cells=(
-        CellStatus(CellId("c0"), True, Role.TRAIN, 3, 0, 10, 11),
-        CellStatus(CellId("c1"), False, Role.ROLLOUT, 3, 6, 12, 13),
+        CellStatus(CellId("c0"), True, Role.TRAIN, 3, 0, 10, 11, ""),
+        CellStatus(CellId("c1"), False, Role.ROLLOUT, 3, 6, 12, 13, ""),
     ),
     rollout_to_train=3,
     train_to_rollout=2,
@@ -44,6 +44,7 @@ STATUS = Status(
     base_url="http://127.0.0.1:1",
     active_s=61.5,
     events=("12:00:00 step 3: mean reward 0.438",),
+    store_answers=True,
 )
 
 
@@ -82,3 +83,14 @@ def test_one_line_serves_where_there_is_no_terminal() -> None:
 
 def test_rewards_become_bars() -> None:
     assert sparkline((0.0, 0.5, 1.0)) == " ▄█"
+
+
+def test_that_the_store_is_away_is_said_and_what_is_not_known_is_no_number() -> None:
+    away = replace(
+        STATUS, store_answers=False, mean_reward=None, rewards=(), rollout_to_train=None, train_to_rollout=None
+    )
+    for text in (shown(away), plain_line(away)):
+        assert "the state store does not answer: this is as last heard" in text
+        assert "None" not in text
+    assert "– to train, – back" in shown(away)
+    assert "the state store" not in shown(STATUS) + plain_line(STATUS)

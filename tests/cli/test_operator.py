@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from gyre.actors.messages_gyrectl import Status
 from gyre.cli.gyrectl import app
+from gyre.kv_migrate.choice import Kind, choose, look
 from gyre.store.records import Role
 
 T = TypeVar("T")
@@ -33,7 +35,9 @@ MAX_LIVE = 2
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Runs until its gates are reached: two runs live, one or more queued."""
-    made = Job(tmp_path_factory.mktemp("operator"), {"harness": {"max_live": MAX_LIVE}})
+    made = Job(
+        tmp_path_factory.mktemp("operator"), {"harness": {"max_live": MAX_LIVE}, "engine": {"kv_transport": Kind.TCP}}
+    )
     made.start()
     asyncio.run(made.until_status("runs at the gate", lambda status: at_the_gate(made, status)))
     yield made
@@ -90,6 +94,10 @@ def test_what_the_job_is_at_is_read_for_people_and_programs(job: Job) -> None:
     (node,) = read(job, "node", "list")
     assert (node["node"], node["there"], node["leads"], node["cells"]) == ("n0", True, True, ["c0", "c1"])
     assert (node["live"], node["queued"] >= 1) == (MAX_LIVE, True)
+    why = choose(Kind.TCP, look(Kind.TCP)).reason
+    assert read(job, "node", "show", "n0")["kv_transport"] == {"c0": why, "c1": why}
+    assert gyrectl(job, "node", "show", "n0").output.count(f"  {why}\n") == 2
+    assert f"engine-c0: KV blocks move over {why}\n" in job.log
     assert read(job, "leader", "show")["node"] == "n0"
     assert read(job, "snapshot", "show")["version"] == 0
     assert [row["authoritative"] for row in read(job, "snapshot", "history")] == [True]
@@ -109,6 +117,23 @@ def test_what_the_job_is_at_is_read_for_people_and_programs(job: Job) -> None:
 def test_input_that_is_wrong_is_one_line_and_exit_code_2(job: Job) -> None:
     assert "role: 'loading' is not allowed; rollout or train" in refused(job, "cell", "switch", "c0", "loading", code=2)
     assert "one of open, settled, consumed" in refused(job, "group", "list", "--state", "shut", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("node", "drain", "nobody"), "node: 'nobody' is not allowed; one of n0"),
+        (("node", "undrain", "nobody"), "node: 'nobody' is not allowed; one of n0"),
+        (("cell", "switch", "c9", "train"), "cell: 'c9' is not allowed; one of c0, c1"),
+        (("cell", "pin", "c9", "train"), "cell: 'c9' is not allowed; one of c0, c1"),
+        (("cell", "unpin", "c9"), "cell: 'c9' is not allowed; one of c0, c1"),
+        (("run", "show", "nobody"), "run: 'nobody' is not allowed; a run of the job"),
+        (("run", "restart", "nobody"), "run: 'nobody' is not allowed; a run of the job"),
+        (("run", "cancel", "nobody"), "run: 'nobody' is not allowed; a run of the job"),
+    ],
+)
+def test_a_name_that_nothing_has_is_bad_input_whatever_it_names(job: Job, words: tuple[str, ...], line: str) -> None:
+    assert refused(job, *words, code=2).startswith(line)
 
 
 def test_the_doctor_finds_nothing_wrong_with_the_job_itself(job: Job) -> None:
@@ -142,7 +167,6 @@ def test_a_switch_that_is_ordered_is_made_and_then_the_policy_decides_again(job:
     read(job, "cell", "unpin", "c0")
     before = cell(job, "c1")["epoch"]
     assert refused(job, "cell", "switch", "c1", "rollout") == "c1 is there already"
-    assert refused(job, "cell", "switch", "c9", "train") == "there is no cell c9; there are c0, c1"
     assert read(job, "cell", "switch", "c1", "train") == {"cell": "c1", "ordered": "train"}
 
     def made() -> list[Any]:
@@ -163,6 +187,43 @@ def test_a_leader_that_resigns_is_followed_at_once_and_no_run_notices(job: Job) 
     assert job.harnesses() == harnesses
 
 
+def test_a_lone_node_that_drains_keeps_its_live_runs_and_who_waits_for_it_hears_when_it_takes_runs_again(
+    job: Job,
+) -> None:
+    assert refused(job, "node", "drain", "n0", "--within", "soon", code=2).startswith("--within: 'soon' is not allowed")
+    assert refused(job, "node", "undrain", "n0") == "n0 is not draining"
+    before = job.harnesses("t*")
+    asked = gyrectl(job, "node", "drain", "n0", "--within", "0s")
+    assert (asked.exit_code, "What the 2 live runs of n0 did is lost" in asked.output) == (1, True)
+    assert not read(job, "node", "show", "n0")["draining"]  # and nobody says yes
+    with waiting(job, "--within", "0s", "--yes") as first:
+        assert "n0: 2 live, " in (line := said(first))
+        assert "; no other node takes runs" in line
+        at = "n0 drains, and its time is over: 2 live runs stay, for no other node takes runs"
+        until(lambda: at in job.log, bool, job)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(DEADLINE_S) == -signal.SIGINT  # of which a shell makes 130
+    shown = read(job, "node", "show", "n0")
+    assert (shown["draining"], shown["within_s"], shown["live"]) == (True, 0.0, 2)
+    assert refused(job, "node", "drain", "n0", "--within", "0s", "--yes") == "n0 is draining already"
+    with waiting(job) as second:  # it only waits
+        assert "n0: 2 live, " in said(second)
+        assert read(job, "node", "undrain", "n0") == {"node": "n0", "draining": False}
+        assert second.wait(DEADLINE_S) == 1
+        assert second.communicate()[1].splitlines()[-1] == "n0 takes runs again"
+    assert job.harnesses("t*") == before
+
+
+def waiting(job: Job, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gyre.cli.gyrectl", "node", "drain", "n0", *words, "--wait"]
+    return subprocess.Popen([*command, "--dir", str(job.dir.root)], stderr=subprocess.PIPE, text=True)
+
+
+def said(program: subprocess.Popen[str]) -> str:
+    assert program.stderr is not None
+    return program.stderr.readline()
+
+
 def test_a_run_that_is_restarted_begins_again_as_its_next_attempt(job: Job) -> None:
     live = next(run.run for run in asyncio.run(job.books()).runs if run.state.value == "live")
     before = job.harnesses(live)
@@ -174,8 +235,6 @@ def test_a_run_that_is_restarted_begins_again_as_its_next_attempt(job: Job) -> N
     assert (shown["run"], shown["attempt"], shown["purpose"], shown["outcome"]) == (live, 2, "train", None)
     at = f"{live}: begins again as attempt 2, by gyrectl"
     until(lambda: at in job.log, bool, job)
-    assert refused(job, "run", "restart", "nobody", "--yes") == "nobody is not live"
-    assert refused(job, "run", "show", "nobody", code=2).startswith("run: 'nobody' is not allowed; a run of the job")
 
 
 def test_runs_that_are_cancelled_settle_as_no_evidence_and_are_not_started_again(job: Job) -> None:

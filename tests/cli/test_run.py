@@ -245,6 +245,33 @@ def test_replay_of_a_whole_run_shows_of_each_prompt_what_was_new(job: Path) -> N
     assert "no end on record" in text
 
 
+def test_a_run_of_which_this_node_has_no_journal_is_listed_from_its_record(job: Path) -> None:
+    url = f"sqlite://{job}/store.db"
+
+    async def add() -> None:
+        store, keys = TypedStore(open_store(url)), keys_for(url, "looked-at")
+        group, node = GroupId("g"), NodeId("node-b")
+        there = RunRecord(RunId("far"), group, RunState.SETTLED, 1, node, Outcome.FINISHED, 0.25, "", None, 0.0, 0.0)
+        for record in (
+            there,
+            replace(there, run=RunId("r"), attempt=2, state=RunState.QUEUED, outcome=None, reward=None),
+        ):
+            await store.put(keys.run(record.run), record)
+        await store.store.close()
+
+    asyncio.run(add())
+    rows = {(row["run"], row["attempt"]): row for row in plain("list", "--dir", str(job))}
+    assert list(rows) == [("done", 2), ("far", 1), ("r", 1), ("r", 2)]
+    parts = ("run_state", "node", "task", "outcome", "reward", "state", "calls")
+    assert [rows["far", 1][part] for part in parts] == ["settled", "node-b", "t", "finished", 0.25, "", None]
+    assert [rows["r", 2][part] for part in parts] == ["queued", "node-b", "t", None, None, "", None]
+    assert [rows["r", 1][part] for part in parts] == [None, None, None, None, None, "open", 8]  # over: it began again
+    assert [rows["done", 2][part] for part in parts] == ["settled", "n0", "t", "infra_failed", None, "closed", 1]
+    text = gyrectl("list", "--dir", str(job)).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("far")]
+    assert line.split() == ["far", "1", "finished", "node-b", "t", "0.250", "-", "-", "-", "-", "-"]
+
+
 def test_a_torn_tail_is_looked_past_and_left_as_it_is(job: Path) -> None:
     write(
         job / "journal/open/torn/1",

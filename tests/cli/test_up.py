@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gyre.cli.gyrectl import app
 from gyre.cli.up import Options, prepare
-from gyre.config import JobFileError
+from gyre.config import FileError
 from gyre.errors import BadInput
 from gyre.jobdir import JobDir
 from gyre.store.open import open_store
@@ -136,16 +136,16 @@ def test_a_folder_that_cannot_be_written_is_named(job_file: Path, tmp_path: Path
 )
 def test_what_a_job_names_must_be_there(job_file: Path, old: str, new: str, line: str) -> None:
     job_file.write_text(JOB.replace(old, new, 1), encoding="utf-8")
-    with pytest.raises(JobFileError) as error:
+    with pytest.raises(FileError) as error:
         prepare(options(job_file))
     assert any(line in fault for fault in error.value.faults)
 
 
 def test_check_says_ok_or_what_is_wrong_with_exit_code_2(job_file: Path) -> None:
-    good = CliRunner().invoke(app, ["check", str(job_file)])
+    good = CliRunner().invoke(app, ["config", "check", str(job_file)])
     assert (good.exit_code, good.output.strip()) == (0, "job.toml: ok")
     job_file.write_text(JOB.replace("steps = 3", "steps = 0"), encoding="utf-8")
-    bad = CliRunner().invoke(app, ["check", str(job_file)])
+    bad = CliRunner().invoke(app, ["config", "check", str(job_file)])
     assert bad.exit_code == 2
 
 

@@ -1,4 +1,6 @@
-"""An etcd server for the tests: the newest that Debian offers, unpacked into the project's cache and installed nowhere.
+"""etcd, etcdctl and etcdutl: the newest that Debian offers, unpacked into the project's cache and installed nowhere.
+
+    python3 tests/cluster/etcd_binary.py      # bin/etcd-env: fetches them, and prints the folder that they are in
 
 apt is asked with lists and settings of its own, so the system's stay as they are; the mirror is the one that the system
 uses. Suites are tried from the newest on; one is passed over when it cannot be reached or its server does not run here.
@@ -15,9 +17,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE = Path(os.environ.get("GYRE_CACHE", Path(__file__).parents[2] / ".cache"))
+CACHE = Path(os.environ.get("GYRE_CACHE", Path(__file__).resolve().parents[2] / ".cache"))
 _SUITES = ("sid", "testing", "stable")
 _KEYRINGS = ("debian-archive-keyring.gpg", "debian-archive-keyring.pgp")
+_PACKAGES = ("etcd-server", "etcd-client")
 _COMMAND_S = 240
 
 
@@ -29,13 +32,13 @@ class EtcdBinary:
 
 
 def etcd_binary() -> EtcdBinary:
-    """The server in the cache; fetched when there is none. Of many processes that ask, one fetches."""
+    """The server in the cache, its tools beside it; fetched when they are not there. Of many processes that ask, one fetches."""
     CACHE.mkdir(parents=True, exist_ok=True)
     home = CACHE / "etcd"
     with (CACHE / "etcd.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         server = home / "usr/bin/etcd"
-        if not server.exists():
+        if not all((home / "usr/bin" / name).exists() for name in ("etcd", "etcdctl", "etcdutl")):
             _fetch(home)
         return EtcdBinary(server, _version(server))
 
@@ -88,9 +91,10 @@ def _unpack(mirror: str, suite: str, work: Path) -> None:
     }
     options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     _run(["apt-get", *options, "--error-on=any", "update"], work)
-    _run(["apt-get", *options, "download", "etcd-server"], work)
-    (package,) = work.glob("etcd-server_*.deb")
-    _run(["dpkg-deb", "-x", str(package), str(work / "root")], work)
+    _run(["apt-get", *options, "download", *_PACKAGES], work)
+    for name in _PACKAGES:
+        (package,) = work.glob(f"{name}_*.deb")
+        _run(["dpkg-deb", "-x", str(package), str(work / "root")], work)
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -103,3 +107,7 @@ def _version(server: Path) -> str:
     if found is None:
         raise OSError(f"{server} does not tell its version: {shown!r}")
     return found[1]
+
+
+if __name__ == "__main__":
+    print(etcd_binary().path.parent)

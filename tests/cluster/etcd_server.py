@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre.engine.ports import free_port
 from gyre.errors import Refused, Unavailable
 from gyre.store.etcd.address import EtcdAddress
 from gyre.store.etcd.api import Message, message_class, method
@@ -57,12 +57,9 @@ class Member:
 
 
 def ports(count: int) -> list[int]:
-    """Free ones, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return found
+    """Free ones, all different, that the kernel gives to no connection meanwhile."""
+    first = free_port("127.0.0.1", count)
+    return list(range(first, first + count))
 
 
 def members(server: Path, folder: Path, count: int, scheme: str, flags: tuple[str | Path, ...]) -> list[Member]:

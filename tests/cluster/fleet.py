@@ -112,7 +112,7 @@ class Fleet(Job):
             "key": f"pki/{name}.key",
         }
         text = "".join(f'{key} = "{value}"\n' for key, value in lines.items())
-        node.file.write_text(f"[node]\n{text}cells = {cells}\n")
+        node.file.write_text(f"[node]\n{text}cells = {cells}\ndrain_s = 0\n")
         return node
 
     @property
@@ -260,7 +260,7 @@ class Fleet(Job):
         return _living(node.dir, which)
 
     def kill(self, node: Node) -> None:
-        """The whole node dies at once: gyred, and every process that it has started."""
+        """The whole node dies at once: gyred, every process that it has started, and its snapshots in shared memory."""
         if node.running:
             node.signal(signal.SIGKILL)
         marks = (str(self.root / node.name), str(node.dir.sockets))
@@ -268,6 +268,7 @@ class Fleet(Job):
             left = [pid for pid, command in self.processes().items() if any(mark in command for mark in marks)]
             left += list(_living(node.dir, "*").values())
             if not left:
+                node.dir.clear_snapshots_in_memory()
                 return
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -280,6 +281,8 @@ class Fleet(Job):
             if node.running:
                 node.signal(signal.SIGKILL)
         super().kill_all()
+        for folder in self.dirs:
+            folder.clear_snapshots_in_memory()
 
     def processes(self) -> dict[int, str]:
         found = super().processes()

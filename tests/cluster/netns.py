@@ -46,22 +46,25 @@ class Network:
 
     @staticmethod
     @contextmanager
-    def made(names: Sequence[str]) -> Generator[Network]:
-        """Namespaces are named after this process; they are gone afterwards, whatever happens."""
+    def made(names: Sequence[str], mbit_s: int | None = None) -> Generator[Network]:
+        """Namespaces are named after this process; they are gone afterwards, whatever happens.
+
+        With `mbit_s`, each host sends, and is sent, that much at most.
+        """
         mark = f"gyre{os.getpid()}"
         network = Network(
             f"{mark}-router",
             {name: Host(name, f"{mark}-{name}", f"10.77.{n}.2", f"p{n}") for n, name in enumerate(names, 1)},
         )
         try:
-            network._make()
+            network._make(mbit_s)
             yield network
         finally:
             for namespace in (network.router, *(host.namespace for host in network.hosts.values())):
                 with suppress(subprocess.CalledProcessError):
                     _ip("netns", "del", namespace)
 
-    def _make(self) -> None:
+    def _make(self, mbit_s: int | None) -> None:
         _ip("netns", "add", self.router)
         for n, host in enumerate(self.hosts.values(), 1):
             _ip("netns", "add", host.namespace)
@@ -72,6 +75,8 @@ class Network:
             ):
                 _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", device)
                 _ip("-n", namespace, "link", "set", device, "up")
+                if mbit_s is not None:
+                    _limit(namespace, device, mbit_s)
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "route", "add", "default", "via", f"10.77.{n}.1")
         forward = ("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
@@ -99,6 +104,12 @@ def why_not() -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}".strip()
     return ""
+
+
+def _limit(namespace: str, device: str, mbit_s: int) -> None:
+    shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms")
+    command = ("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+    subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def _ip(*words: str) -> None:

@@ -44,6 +44,8 @@ async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line
         assert len(status.cells) == 2
         here = fleet.nodes["a"].dir
         found = await doctor.examine(here)
+        there = of(await doctor.examine(fleet.nodes["b"].dir), "gyred")
+        assert there == [(State.OK, "it runs and answers")]
         assert of(found, "peer") == [(State.OK, "b is reached, and has this version")]
         assert (State.OK, "agrees with that of b") in of(found, "clock")
         await fleet.until(lambda: "journals are copied to b" in fleet.nodes["a"].log, "a peer for the journals")
@@ -54,6 +56,8 @@ async def test_a_peer_that_is_gone_a_certificate_and_a_full_etcd_are_each_a_line
         assert names >= {"ca.pem", "a.pem"}
 
         fleet.kill(fleet.nodes["b"])
+        there = of(await doctor.examine(fleet.nodes["b"].dir), "gyred")
+        assert there == [(State.FAULT, "b's does not run, and the job has not ended")]
         found = await doctor.examine(here)  # within its lease: it is believed to be there
         ((state, text),) = of(found, "peer")
         assert state is State.FAULT

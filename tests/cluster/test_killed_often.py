@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job.undisturbed import check_training
 
 from gyre.children import Children
+from gyre.cli.client import read_spec
 from gyre.proxy.journal_writer import look_at_journal
 from gyre.proxy.journals import journals
 from gyre.store.records import RunRecord, RunState
@@ -22,7 +24,6 @@ from gyre.trajectory.journal import CallDelivered, CallStarted, RunClosed, RunOp
 
 from .etcd_server import PlainEtcd
 from .fleet import Fleet, Node
-from .undisturbed import check_gradients
 
 KILLS, STEPS = (20, 10) if os.environ.get("GYRE_FAULTS") == "long" else (4, 3)
 SEED = 4
@@ -75,7 +76,8 @@ async def test_gyreds_and_gateways_are_killed_at_random_points_of_a_job(fleet: F
     assert all(run.trace is not None and run.trace.calls >= 3 for run in books.runs), "every run finished"
     check_journals(fleet)
     fleet.stop()
-    await check_gradients(fleet, books, tmp_path / "undisturbed")
+    core = fleet.nodes[(await fleet.core()).node].dir
+    check_training(books, read_spec(fleet.dir), fleet.root, tuple(fleet.dirs), core, tmp_path / "undisturbed")
 
 
 def check_journals(fleet: Fleet) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,10 @@ from gyre.errors import Refused, Unavailable
 from gyre.store.etcd.address import EtcdAddress
 from gyre.store.etcd.api import message_class, method
 from gyre.store.etcd.store import EtcdStore
-from gyre.store.protocol import Lease, Put
+from gyre.store.protocol import Lease, Put, StoreRefuses
 
 from .authority import Authority
-from .etcd_server import TOKEN_S, EtcdCluster, PlainEtcd, add_user, client
+from .etcd_server import PASSWORD, TOKEN_S, EtcdCluster, PlainEtcd, add_user, client
 
 EXPIRED = datetime.timedelta(hours=-1)
 
@@ -64,6 +65,34 @@ async def test_a_wrong_password_and_no_user_are_refused_in_one_line(
             await store.get("/p/a")
         assert "\n" not in str(refused.value)
         await store.close()
+
+
+async def test_a_password_is_read_again_and_a_wrong_one_is_not_shown_to_etcd_by_everybody_who_waits(
+    etcd_cluster: EtcdCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("wrong")
+    url = etcd_cluster.url().replace(str(etcd_cluster.password_file), str(file))
+    store = EtcdStore(EtcdAddress.parse(url))
+    shown: list[str] = []
+    true = store.client._authenticate
+
+    async def authenticate() -> str:
+        shown.append(store.client._password)
+        return await true()
+
+    monkeypatch.setattr(store.client, "_authenticate", authenticate)
+    monkeypatch.setattr("gyre.store.etcd.client.REFUSED_S", 60.0)
+    refused = await asyncio.gather(*(store.get("/p/a") for _ in range(20)), return_exceptions=True)
+    assert {type(error) for error in refused} == {StoreRefuses}
+    assert shown == ["wrong"]
+    file.unlink()
+    with pytest.raises(StoreRefuses):
+        await store.get("/p/a")
+    file.write_text(PASSWORD)
+    assert await store.get("/p/a") is None
+    assert shown == ["wrong", PASSWORD]
+    await store.close()
 
 
 async def test_what_a_user_may_not_touch_is_refused_and_all_else_goes_on(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -300,6 +303,22 @@ async def test_weights_that_cannot_be_read_are_refused_and_the_old_ones_stay(eng
         await engine.client.update_weights(str(engine.model / "nowhere"), 2)
     assert (await engine.client.info()).version == 1
     assert (await engine.run(engine.request(new_rid()))).token_ids == before.token_ids
+
+
+async def test_the_folder_of_weights_in_shared_memory_may_go_once_they_are_loaded(engine: EngineUnderTest) -> None:
+    before = await engine.run(engine.request(new_rid()))
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        model = shutil.copytree(engine.other_model, Path(folder) / "v00000002")
+        await engine.client.update_weights(str(model), 2)
+        loaded = await engine.run(engine.request(new_rid(), version=2))
+    after = await engine.run(engine.request(new_rid(), 80, version=2))
+    again = await engine.run(engine.request(new_rid(), version=2))
+    assert after.last.version_spans[0].version == 2
+    assert again.token_ids == loaded.token_ids != before.token_ids
+    await engine.client.release_memory()
+    await engine.client.resume_memory()
+    await engine.client.update_weights(str(engine.model), 3)
+    assert (await engine.run(engine.request(new_rid(), version=3))).token_ids == before.token_ids
 
 
 async def test_memory_released_and_resumed_serves_again(engine: EngineUnderTest) -> None:

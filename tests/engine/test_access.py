@@ -11,6 +11,7 @@ import pytest
 
 from gyre.engine.access import http_key
 from gyre.engine.client import Chunk, EngineClient, EngineRefused, GenerateRequest
+from gyre.engine.records import Loads
 from gyre.kv_migrate.manifest import Manifest
 
 from .processes import LIMIT_S, EngineProcess, engine_process
@@ -78,18 +79,27 @@ async def answer(engine: EngineProcess, path: str, given: str | None) -> tuple[i
         return response.status, await response.json() if text.startswith("{") else text
 
 
+async def chunks_of(client: EngineClient, request: GenerateRequest) -> list[Chunk]:
+    return [chunk async for chunk in client.generate(request)]
+
+
 @pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
 async def test_without_the_key_every_endpoint_answers_401_and_nothing_changes(
     engine: EngineProcess, client: EngineClient, given: str | None
 ) -> None:
-    chunks: list[Chunk] = []
+    # Paused before it comes, so that it is there for as long as all of them take, however quick the engine is.
+    await client.pause("in_place")
+    live = asyncio.create_task(
+        chunks_of(client, GenerateRequest("live", PROMPT, 400, temperature=0.0, ignore_eos=True, version=1))
+    )
     async with asyncio.timeout(LIMIT_S):
-        stream = client.generate(GenerateRequest("live", PROMPT, 400, temperature=0.0, ignore_eos=True, version=1))
-        chunks.append(await anext(stream))
+        while (await client.loads()).waiting == 0:
+            await asyncio.sleep(0.01)
         for path in ENDPOINTS:
             assert await answer(engine, path, given) == (401, {"error": {"message": "Unauthorized"}}), path
-        assert (await client.loads()).running == 1, "the live request is not touched"
-        chunks += [chunk async for chunk in stream]
+        assert await client.loads() == Loads(running=0, waiting=1), "the live request is not touched"
+        await client.resume()
+        chunks = await live
     assert chunks[-1].finish is not None
     assert chunks[-1].finish.kind == "length"
     assert sum(len(chunk.token_ids) for chunk in chunks) == 400

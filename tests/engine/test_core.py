@@ -272,7 +272,10 @@ def test_released_memory_refuses_requests_until_it_is_back(model: Path) -> None:
     core.release_memory(weights=True, kv=True)
     with pytest.raises(Refused, match="released"):
         core.submit(request("b", prompt(40), 5))
-    core.resume_memory(weights=True, kv=True)
+    core.resume_memory(kv=True)
+    with pytest.raises(Refused, match="update its weights"):
+        core.submit(request("b", prompt(40), 5))
+    core.update_weights(model, 0, flush=True)
     output = run(core, request("c", prompt(40), 5))["c"]
     assert output.token_ids == before
     assert output.cached_tokens == 0
@@ -294,12 +297,12 @@ def test_released_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     assert filled - resident_mib() > 40
 
 
-def test_memory_comes_back_without_weights_when_their_folder_is_gone(model: Path, tmp_path: Path) -> None:
+def test_memory_comes_back_when_the_folder_of_the_weights_is_gone(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "m")
     core = EngineCore(EngineConfig(tmp_path / "m", 0))
     core.release_memory(weights=True, kv=True)
     shutil.rmtree(tmp_path / "m")
-    core.resume_memory(weights=True, kv=True)
+    core.resume_memory(kv=True)
     with pytest.raises(Refused):
         core.submit(request("a", prompt(4), 2))
     core.update_weights(model, 1, flush=True)

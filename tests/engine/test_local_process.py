@@ -116,7 +116,7 @@ async def test_memory_is_not_released_under_a_request_and_the_engine_lives_on(cl
     await stream.aclose()
 
 
-async def test_a_released_engine_refuses_requests(client: EngineClient) -> None:
+async def test_a_released_engine_refuses_requests_until_it_has_weights_again(client: EngineClient, model: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
         while (await client.loads()).running:  # noqa: ASYNC110 - of the test before, in another process
             await asyncio.sleep(0.02)
@@ -124,6 +124,9 @@ async def test_a_released_engine_refuses_requests(client: EngineClient) -> None:
     with pytest.raises(EngineRefused, match="released"):
         await anext(client.generate(endless("r")))
     await client.resume_memory()
+    with pytest.raises(EngineRefused, match="update its weights"):
+        await anext(client.generate(endless("r1")))
+    await client.update_weights(str(model), 1)
     assert (await anext(client.generate(endless("r2")))).token_ids
 
 

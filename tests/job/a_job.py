@@ -273,6 +273,7 @@ class Job:
         if self.up is not None:
             self.up.wait()
         self.dir.clear_staging()
+        self.dir.clear_snapshots_in_memory()
 
     # ------------------------------------------------------------------------------------------ what must hold of it
 

@@ -10,6 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 
+from gyre.engine.ports import free_port
+from gyre.train.snapshot import snapshot_path
+
 from .a_job import Job, gated
 
 STOP_S = 30.0
@@ -43,6 +46,26 @@ async def test_ctrl_c_ends_all_and_resume_goes_on_from_the_last_snapshot(job: Jo
     assert [step.metrics["moments_behind"] for step in books.steps] == [0.0, 0.0], "nor is one forgotten by AdamW"
     interrupted = [run.run for run in books.runs if run.attempt > 1]
     await job.check_books(2, hurt=interrupted)
+
+
+async def test_a_snapshot_that_is_damaged_meanwhile_is_mended_with_its_checkpoint(job: Job) -> None:
+    job.start()
+    await job.until_status("runs at the gate", gated)
+    job.open_gate("t*")
+    await job.until_status("one step, and runs at the next gate", lambda now: now.step == 1 and gated(now))
+    assert job.up is not None
+    job.up.send_signal(signal.SIGINT)
+    assert await stopped(job) == 130
+    weights = snapshot_path(job.dir.snapshots, 1) / "model.safetensors"
+    right = weights.read_bytes()
+    weights.write_bytes(right[:-4000] + bytes(byte ^ 1 for byte in right[-4000:]))
+
+    job.start("--resume")
+    job.open_gate()
+    assert await job.ended() == 0
+    assert "snapshot 1 is damaged here" in job.log
+    assert weights.read_bytes() == right
+    await job.check_books(2, hurt=[run.run for run in (await job.books()).runs if run.attempt > 1])
 
 
 async def test_a_killed_gyrectl_leaves_the_job_running_and_resume_watches_it(job: Job) -> None:
@@ -98,9 +121,7 @@ async def test_a_port_in_use_is_one_clear_line(make_job: Callable[..., Job]) -> 
 
 
 async def test_a_port_taken_after_the_check_fails_the_job_with_the_reason(make_job: Callable[..., Job]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     job = make_job(server={"port": port})
     job.start()
     await job.until(lambda: (job.dir.root / "node.toml").exists(), "the check to be over")

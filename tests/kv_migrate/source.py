@@ -31,16 +31,16 @@ async def main() -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := (await reader.readline()).decode().strip():
         if line == "lie":
-            _lie_about({xxhash.xxh3_64_intdigest(block) for block in list(source.content.values())[::3]})
+            _lie_about({xxhash.xxh3_64_digest(block) for block in list(source.content.values())[::3]})
         print(source.held, flush=True)
 
 
-def _lie_about(blocks: set[int]) -> None:
-    def digest(data: memoryview) -> int:
-        truth = xxhash.xxh3_64_intdigest(data)
-        return truth ^ 1 if truth in blocks else truth
+def _lie_about(blocks: set[bytes]) -> None:
+    def digest(data: memoryview) -> bytes:
+        truth = xxhash.xxh3_64_digest(data)
+        return truth[::-1] if truth in blocks else truth
 
-    serving.xxhash = SimpleNamespace(xxh3_64_intdigest=digest)
+    serving.xxhash = SimpleNamespace(xxh3_64_digest=digest)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ def test_a_page_is_taken_once() -> None:
     assert arrivals.bytes == 0
 
 
+def test_a_page_that_is_found_stays_and_is_good_when_it_is_gone_too() -> None:
+    arrivals = Arrivals(100)
+    arrivals.put(1, 10, pages(1))
+    found = arrivals.find([b"\x01", b"\x02"])
+    assert kept(arrivals) == [1]
+    arrivals.take(b"\x01")
+    assert found == [[b"\x01"], None]
+    assert arrivals.find([b"\x01"]) == [None]
+
+
 def test_without_room_versions_that_are_over_go_first_and_then_the_oldest() -> None:
     arrivals = Arrivals(30)
     arrivals.put(2, 10, pages(1))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gyre.errors import Unavailable
-from gyre.kv_migrate.choice import Kind
+from gyre.kv_migrate.choice import Choice, Kind
+from gyre.kv_migrate.greeting import SharedSecret
+from gyre.kv_migrate.mooncake import MooncakeTransport
 from gyre.kv_migrate.mooncake_engine import EngineProcess
 from gyre.kv_migrate.staging import Staging
-from kv_migrate.peers import LIMIT_S, begun, manifest, need, pull, right, serving, shelf, source_process
+from gyre.kv_migrate.transport import SourceLost
+from kv_migrate.peers import LIMIT_S, SECRET, begun, manifest, need, pull, right, serving, shelf, source_process
 
 KIND = Kind.MOONCAKE_TCP
 MIB = 1 << 20
@@ -94,6 +98,45 @@ async def test_a_peer_that_is_stopped_holds_up_no_transfer_with_another() -> Non
             assert not waiting.done()
             frozen.signal(signal.SIGCONT)
             assert right(await waiting, MIB) == [1]
+
+
+async def test_a_silent_source_is_lost_once_for_all_who_read_from_it() -> None:
+    """It is stopped in the middle of its bytes, with all that it has."""
+    count = 64
+    with source_process(count, MIB, KIND) as source:
+        client = await MooncakeTransport.open(Choice(KIND, "asked for"), SharedSecret(SECRET), silence_s=3.0)
+        try:
+            wanted = manifest(source.epoch, *range(count))
+            staging = Staging(count * MIB)
+            pulls = [asyncio.ensure_future(pull(client, source.address, wanted, MIB, staging=staging))]
+            await begun(pulls[0], staging)
+            others = [replace(wanted, transfer=name) for name in "ab"]
+            pulls += [asyncio.ensure_future(pull(client, source.address, other, MIB)) for other in others]
+            for process in (source.process.pid, *engines(source.process.pid)):
+                os.kill(process, signal.SIGSTOP)
+            ends = await asyncio.gather(*pulls, return_exceptions=True)
+            assert all(isinstance(end, SourceLost) for end in ends), ends
+        finally:
+            await client.close()
+
+
+async def test_a_source_that_is_gone_is_asked_for_a_word_before_another_engine_is_started() -> None:
+    with source_process(256, MIB, KIND) as source:
+        client = await MooncakeTransport.open(Choice(KIND, "asked for"), SharedSecret(SECRET))
+        try:
+            await pull(client, source.address, manifest(source.epoch, 0), MIB)
+            before = engines(os.getpid())
+            staging = Staging(256 * MIB)
+            pulling = asyncio.ensure_future(
+                pull(client, source.address, manifest(source.epoch, *range(256)), MIB, staging=staging)
+            )
+            await begun(pulling, staging)
+            source.signal(signal.SIGKILL)
+            with pytest.raises(SourceLost):
+                await pulling
+            assert engines(os.getpid()) < before, "the one that failed is gone, and none came in its place"
+        finally:
+            await client.close()
 
 
 async def test_a_fence_takes_what_was_exposed_away_from_whoever_knows_where_it_lay() -> None:

@@ -213,6 +213,9 @@ async def test_a_client_without_the_secret_gets_nothing_and_is_logged_once(
             writer.close()
     assert (source.held, source.ended.is_set()) == (0, False), "no block was ever held for it"
     assert sum("is refused (said once)" in line for line in caplog.messages) == 1
+    assert sum("has not greeted (said once)" in line for line in caplog.messages) == 1, (
+        "it found us out first, and left"
+    )
 
 
 async def test_an_address_of_another_kind_or_form_is_refused_by_name(kind: Kind) -> None:

@@ -46,15 +46,19 @@ def assert_form(path: str, answer: dict[str, Any], kind: str = "invalid_request_
 # ------------------------------------------------------------------------------------------ sampling values
 
 
-@pytest.mark.parametrize(
-    ("seed", "asked"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0), (None, None)]
-)
-async def test_a_seed_of_the_dialect_reaches_the_engine_in_its_own_range(
-    proxy: Proxy, seed: int | None, asked: int | None
-) -> None:
+@pytest.mark.parametrize(("seed", "asked"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)])
+async def test_a_seed_of_the_dialect_reaches_the_engine_in_its_own_range(proxy: Proxy, seed: int, asked: int) -> None:
     await proxy.chat("r", HELLO, seed=seed)
     (request,) = proxy.engines["a"].requests
-    assert request["sampling_params"].get("sampling_seed") == asked
+    assert request["sampling_params"]["sampling_seed"] == asked
+
+
+async def test_without_a_seed_each_request_has_one_of_its_own(proxy: Proxy) -> None:
+    for text in ("one", "two", "three"):
+        await proxy.chat("r", [{"role": "user", "content": text}], seed=None)
+    seeds = [request["sampling_params"]["sampling_seed"] for request in proxy.engines["a"].requests]
+    assert len(set(seeds)) == 3, seeds
+    assert all(0 <= seed < 2**63 for seed in seeds), seeds
 
 
 SAMPLING_FAULTS = [

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.actors.messages_journals import AskHeld, Attempt, CopyJournal, Held, PutAway
+from gyre.actors.reference import patience_s
+from gyre.deadline import handling_until_s
 from gyre.errors import BadInput, Refused, Unavailable
 from gyre.ids import CallId, NodeId, RunId
 from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
@@ -117,6 +119,33 @@ async def test_a_synced_record_is_on_the_peers_disk(tmp_path: Path) -> None:
         await journal.sync()
         assert records(copy_of(there)) == [record(each) for each in range(number + 1)]
     assert replication.status().behind_bytes == 0
+    await journal.close()
+    await replication.close()
+
+
+class FarPeer(NearPeer):
+    """One that is asked as an actor of another process is: with no more time than the request that is handled has."""
+
+    async def ask(self, message: object, deadline_s: float, reply: type[R]) -> R:
+        patience_s("b/gateway", message, deadline_s, asyncio.get_running_loop().time())
+        return await super().ask(message, deadline_s, reply)
+
+
+async def test_a_copy_goes_on_after_the_time_of_the_request_in_which_it_was_begun(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    replication, peer = Replication(ME), FarPeer(there)
+
+    async def handled() -> JournalWriter:
+        handling_until_s.set(asyncio.get_running_loop().time() + 0.01)
+        journal = a_writer(here, replication)
+        replication.go_to(PEER, peer)
+        return journal
+
+    journal = await asyncio.create_task(handled())
+    await asyncio.sleep(0.02)
+    journal.append(record(0))
+    await journal.sync()
+    assert records(copy_of(there)) == [record(0)]
     await journal.close()
     await replication.close()
 

@@ -8,12 +8,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre.engine.access import http_key
 from gyre.engine.ports import free_port
+from gyre.kv_migrate.choice import Kind
 from gyre.kv_migrate.hicache_settings import HicacheSettings, hicache_flags
 
 from .servers import PYTHON
@@ -42,14 +44,13 @@ class Engine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def processes(self) -> list[int]:
+        """All that it has."""
+        return list(session(self.process.pid))
+
     def schedulers(self) -> list[int]:
         """The processes that sample; the one that answers HTTP is another."""
-        found: list[int] = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                of_ours = os.getsid(int(folder.name)) == self.process.pid
-                if of_ours and (folder / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
-                    found.append(int(folder.name))
+        found = [process for process, command in session(self.process.pid).items() if is_scheduler(command)]
         assert len(found) == RANKS, f"{self.name} has {len(found)} scheduler processes"
         return found
 
@@ -60,25 +61,52 @@ class Engine:
         self.process.wait()
 
 
-def start(name: str, model: Path, version: int, folder: Path, *flags: str) -> Engine:
-    """Begin to start one; `ready` waits for it."""
+def session(leader: int) -> dict[int, bytes]:
+    """The processes of a session, and their command lines."""
+    found: dict[int, bytes] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(folder.name)) == leader:
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return found
+
+
+def is_scheduler(command: bytes) -> bool:
+    return command.startswith(b"sglang::scheduler")
+
+
+def start(
+    name: str,
+    model: Path,
+    version: int,
+    folder: Path,
+    *flags: str,
+    transport: str = Kind.TCP,
+    store: Sequence[str] = (),
+    beside: Sequence[Path] = (),
+) -> Engine:
+    """Begin to start one; `ready` waits for it. Its pages move by our plug-in over `transport`, or by what the options
+    `store` name; what these need lies `beside`."""
     port, orders = free_port("127.0.0.1", 1), free_port("127.0.0.1", RANKS)
     secret = folder / "secret"
     secret.write_text(SECRET, encoding="utf-8")
-    # A machine under load may well be silent for half a second.
-    settings = HicacheSettings(str(secret), f"127.0.0.1:{orders}", model="the weights", silence_s=5.0)
+    # A machine under load may well be silent for seconds, and half of it is the wait for pages that are yet to be written.
+    settings = HicacheSettings(
+        str(secret), f"127.0.0.1:{orders}", model="the weights", transport=transport, silence_s=20.0
+    )
     command = [
         *("nice", "-n", "5", str(PYTHON), "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
         *("--api-key", http_key(SECRET), "--tp", str(RANKS), *_FLAGS, *flags),
-        *hicache_flags(settings, PAGE_TOKENS),
+        *(store or hicache_flags(settings, PAGE_TOKENS)),
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[2], *beside))),
         "OMP_NUM_THREADS": "1",
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))} if RANKS > 1 else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # it would compile the sampling with seeds, for half a minute and with a compiler
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -77,7 +77,12 @@ class Engine(Served):
         """A request has arrived."""
         sampling = Sampling(request.rid, request.max_new_tokens, stream)
         if self.released or self.loading:
-            self.world.watch.violated(f"{sampling.rid} was sent to {self.child.name}, which holds no weights")
+            near, here = stream.near_place, self.machine.name
+            # A gateway whose node the cell's did not see when it drained may live on; the engine says no to it.
+            if near == here or not self.world.troubled(near, here):
+                self.world.watch.violated(f"{sampling.rid} was sent to {self.child.name}, which holds no weights")
+            stream.answer(EngineRefused(503, "it holds no weights"))
+            return
         self.world.watch.began(self, sampling)
         self.live[sampling.rid] = sampling
         self._later(sampling)
@@ -109,7 +114,8 @@ class Engine(Served):
         self.world.watch.ended(self, sampling)
 
     def _chunk(self, count: int, finish: Finish | None) -> Chunk:
-        return Chunk((7,) * count, (-0.5,) * count, self.version, finish, LINEAGE_TOKENS, 0)
+        tokens = tuple(next(self.world.tokens) for _ in range(count))
+        return Chunk(tokens, (-0.5,) * count, self.version, finish, LINEAGE_TOKENS, 0)
 
     async def answer(self, message: object) -> object:
         match message:
@@ -204,6 +210,8 @@ class EngineClient:
                     waiter = self._world.loop.create_future()
                     await waiter
                 piece = pieces.popleft()
+                if isinstance(piece, EngineRefused):
+                    raise piece
                 if not isinstance(piece, Chunk):
                     raise EngineGone(f"{self.url} was lost: {piece}")
                 yield piece

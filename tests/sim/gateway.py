@@ -1,10 +1,17 @@
-"""The gateway: the product's engines, seats and generations, without the HTTP, the tokens' texts and the trees."""
+"""The gateway: the product's engines, seats, generations and copies of journals, without the HTTP, the tokens' texts and
+the trees.
+
+Its journals and what its closed runs leave are files, as the product's are: a peer has copies of them, and a node that
+takes runs over reads what was copied. What is open it knows from memory, which a gateway leaves to the next of its node.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from gyre.actors.messages import (
     CloseRun,
@@ -18,18 +25,26 @@ from gyre.actors.messages import (
     Ping,
     SetRoutes,
 )
+from gyre.actors.messages_journals import AskHeld, Attempt, CopyJournal, CopyTo, GetCopies, PutAway, TakeOver
+from gyre.children import ChildSpec
 from gyre.engine.records import IdText
 from gyre.errors import Refused, Unavailable
-from gyre.ids import CallId, RunId
+from gyre.ids import CallId, NodeId, RunId
+from gyre.proxy.closed_runs import ClosedRun, ClosedRuns
+from gyre.proxy.copied_journals import CopiedJournals
 from gyre.proxy.departure import Departure
 from gyre.proxy.engines import Engines
 from gyre.proxy.faults import Fault
 from gyre.proxy.generation import Generation
+from gyre.proxy.journals import closed_folder, open_folder, segment_path
+from gyre.proxy.replication import ReplicaLink
 from gyre.proxy.sampling import Sampling, Stretch
-from gyre.trajectory.records import LineageInfo, LineageRole, RunTrace
+from gyre.trajectory.journal import SEGMENT_HEADER, CallSampled, JournalRecord, RunClosed, RunOpened, encode
+from gyre.trajectory.records import Lineage, LineageInfo, LineageRole, RunTrace
 
 from .engine import EngineClient
 from .machine import Child, Machine, Served
+from .net import SimRef
 from .runs import CALL_TOKENS, COUNTED_TOKENS, LINEAGE_TOKENS
 
 BLOCK_TOKENS = 16
@@ -44,6 +59,8 @@ class Run:
     order: OpenRun
     sampled: dict[int, list[Stretch]] = field(default_factory=dict[int, list[Stretch]])
     """What was sampled of each call that has begun."""
+    ended: set[int] = field(default_factory=set[int])
+    """Calls whose tokens are journaled whole."""
     answered: set[int] = field(default_factory=set[int])
     closing: bool = False
     closed: RunTrace | None = None
@@ -59,8 +76,27 @@ class Run:
             whole.versions.extend(part.versions)
         return whole
 
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(self.order.run, self.order.attempt)
+
+    def parts(self) -> list[Stretch]:
+        """Of the calls that were answered."""
+        return [part for number in sorted(self.answered) for part in self.sampled[number]]
+
+    def lineages(self) -> tuple[Lineage, ...]:
+        parts = self.parts()
+        if not parts:
+            return ()
+        path = b"".join(part.token_ids.tobytes() for part in parts)
+        logprobs = b"".join(part.logprobs.tobytes() for part in parts)
+        versions = b"".join(part.versions.tobytes() for part in parts)
+        counted = b"\1" * (len(path) // 4)
+        run, attempt = self.order.run, self.order.attempt
+        return (Lineage(run, attempt, 0, LineageRole.MAIN, path, counted, logprobs, versions),)
+
     def trace(self) -> RunTrace:
-        parts = [part for number in self.answered for part in self.sampled[number]]
+        parts = self.parts()
         lowest = min((version for part in parts for version in part.versions), default=-1)
         lineages = (LineageInfo(0, LineageRole.MAIN, LINEAGE_TOKENS, COUNTED_TOKENS, lowest),) if parts else ()
         return RunTrace(
@@ -81,9 +117,34 @@ class Run:
 
 @dataclass
 class Journal:
-    """What a gateway has written down: the next one begins with it."""
+    """What a gateway has written down, as the next one reads it: it begins with it."""
 
     runs: dict[RunId, Run] = field(default_factory=dict[RunId, Run])
+
+
+class _JournalFile:
+    """A run's journal in `folder`, with its copy: what gyre.proxy.journal_writer keeps, where no write ever fails."""
+
+    def __init__(self, folder: Path, link: ReplicaLink | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = segment_path(folder, 0)
+        self._link = link
+        self._write(b"" if self._path.exists() else SEGMENT_HEADER)
+
+    def append(self, entry: JournalRecord) -> None:
+        self._write(encode(entry))
+
+    async def sync(self) -> None:
+        """Until the peer has it, if it is to be waited for."""
+        if self._link is not None:
+            await self._link.caught_up()
+
+    def _write(self, data: bytes) -> None:
+        with self._path.open("ab") as file:
+            file.write(data)
+            size = file.tell()
+        if self._link is not None:
+            self._link.wrote(0, size)
 
 
 @dataclass(eq=False)
@@ -95,19 +156,33 @@ class _Work:
 
 
 class Gateway(Served):
-    def __init__(self, machine: Machine, child: Child) -> None:
+    def __init__(self, machine: Machine, child: Child, spec: ChildSpec) -> None:
         super().__init__(machine, child)
+        config = json.loads(spec.argv[-1])
+        self._journal_dir, trajectories = Path(config["journal_dir"]), Path(config["trajectories_dir"])
+        copies = None if config["copies_dir"] is None else Path(config["copies_dir"])
         self.runs = machine.journal.runs
+        self.closed = ClosedRuns(trajectories)
+        self.copies = CopiedJournals(NodeId(config["node"]), self._journal_dir, trajectories, copies)
         self.engines = Engines(WAIT_S, self._client)
+        self._journals: dict[RunId, _JournalFile] = {}
         self._work: dict[tuple[RunId, int, int], _Work] = {}
         self._routing = asyncio.Lock()
-        self._closing = asyncio.Lock()
+        self._turns: dict[RunId, asyncio.Lock] = {}
         self.sampled = 0
         self.calls = 0
+
+    async def run(self) -> None:
+        await super().run()
         for run in self.runs.values():
             run.closing = False
+            if run.closed is None:
+                self._open_journal(run)
         if any(run.closed is None and len(run.sampled) > len(run.answered) for run in self.runs.values()):
             self.engines.inherit()
+
+    def _way(self, address: str) -> SimRef:
+        return self.world.child_ref(self.child.process, self.machine.name, address)
 
     def _client(self, url: str) -> EngineClient:
         return EngineClient(self.world, self.child.process, self.machine.name, url)
@@ -127,15 +202,27 @@ class Gateway(Served):
                 report = await Departure(self.engines, lambda *_: ()).carry_out(message)
                 return replace(report, stop_s=0.0, move_s=0.0)
             case OpenRun():
-                return await self._open(message)
+                async with self._turns.setdefault(message.run, asyncio.Lock()):
+                    return await self._open(message)
             case CloseRun():
-                async with self._closing:
+                async with self._turns.setdefault(message.run, asyncio.Lock()):
                     return await self._close(message)
             case GetLineages():
-                run = self.runs.get(message.run)
-                if run is None or run.closed is None or run.order.attempt != message.attempt:
-                    raise Refused(f"attempt {message.attempt} of {message.run} is not closed here")
-                return Lineages(())
+                return Lineages(self.closed.lineages(message.run, message.attempt, message.indices))
+            case CopyTo():
+                place = message.place
+                self.copies.copy_to(message, None if place is None else self._way(place.address))
+                return Ok()
+            case GetCopies():
+                return self.copies.status()
+            case TakeOver():
+                return await self.copies.take_over(message)
+            case AskHeld() | CopyJournal():
+                return await self.copies.hold(message)
+            case PutAway():
+                answer = await self.copies.hold(message)
+                self.world.watch.copied(self.machine.name, message)
+                return answer
             case GetGatewayStatus():
                 return GatewayStatus(
                     base_url=f"http://{self.machine.name}",
@@ -164,10 +251,25 @@ class Gateway(Served):
             if order.attempt == known.order.attempt:
                 known.order = order
                 return Ok()
-        self.runs[order.run] = Run(order)
         if known is not None:
-            await self._end(known)
+            await self._discard(known)
+        run = self.runs[order.run] = Run(order)
+        self._open_journal(run).append(RunOpened(order.run, order.group, order.attempt, order.key, "sim", 1.0, 0))
+        await self._journals[order.run].sync()
         return Ok()
+
+    def _open_journal(self, run: Run) -> _JournalFile:
+        link = self.copies.link(run.attempt)
+        folder = open_folder(self._journal_dir, run.order.run, run.order.attempt)
+        journal = self._journals[run.order.run] = _JournalFile(folder, link)
+        return journal
+
+    async def _discard(self, run: Run) -> None:
+        """A higher attempt begins."""
+        await self._end(run)
+        if run.closed is None:
+            self._put_away(run, "a later attempt began")
+        self.copies.forget(run.attempt)
 
     async def _close(self, message: CloseRun) -> RunTrace:
         run = self.runs.get(message.run)
@@ -176,8 +278,25 @@ class Gateway(Served):
         if run.closed is None:
             run.closing = True
             await self._end(run)
-            run.closed = run.trace()
+            trace, lineages = run.trace(), run.lineages()
+            self.world.watch.left(message.run, message.attempt, lineages)
+            self.closed.write(ClosedRun(trace, lineages))
+            self._put_away(run, "")
+            run.closed = trace
+        await self.copies.closed(run.attempt)
+        if (replication := self.copies._replication) is not None:
+            link = replication._links.get(run.attempt)
+            if link is not None and link._whole:
+                self.world.watch.confirmed(run.attempt, replication.me, replication.node)
         return run.closed
+
+    def _put_away(self, run: Run, failure: str) -> None:
+        """Its journal is over."""
+        name, attempt = run.order.run, run.order.attempt
+        self._journals.pop(name).append(RunClosed(name, attempt, failure))
+        target = closed_folder(self._journal_dir, name, attempt)
+        target.parent.mkdir(exist_ok=True)
+        open_folder(self._journal_dir, name, attempt).rename(target)
 
     async def _end(self, run: Run) -> None:
         """Return when no engine samples for it that answers."""
@@ -220,9 +339,25 @@ class Gateway(Served):
         return Ok()
 
     async def _sampled(self, run: Run, number: int) -> None:
+        journal = self._journals[run.order.run]
+        if number not in run.ended:
+            await self._sample(run, number, journal)
+            run.ended.add(number)
+        await journal.sync()
+        run.answered.add(number)
+
+    async def _sample(self, run: Run, number: int, journal: _JournalFile) -> None:
         parts = run.sampled.setdefault(number, [])
+        call = CallId(f"{run.order.run}/{run.order.attempt}/{number}")
+
+        def recorded(part: Stretch) -> None:
+            parts.append(part)
+            journal.append(
+                CallSampled(call, part.token_ids.tobytes(), part.logprobs.tobytes(), part.versions.tobytes())
+            )
+
         generation = Generation(
-            call=CallId(f"{run.order.run}/{run.order.attempt}/{number}"),
+            call=call,
             run=run.order.run,
             group=run.order.group,
             prompt=lambda: PROMPT,
@@ -235,12 +370,11 @@ class Gateway(Served):
             cached=None,
             marks=(),
             so_far=run.so_far(number),
-            recorded=parts.append,
+            recorded=recorded,
         )
         try:
             await generation.sample(WAIT_S)
         except Fault as fault:
             raise Unavailable(str(fault)) from fault
-        run.answered.add(number)
         self.calls += 1
         self.sampled += len(generation.output)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from gyre.children import ChildSpec, ExitStatus
 from gyre.errors import Refused, Unavailable
+from gyre.harness.launch import HarnessExit
 from gyre.ids import RunId
 
 from .loop import Process
@@ -57,6 +58,16 @@ class Machine:
         """What each living child is, by name."""
         self.harnesses: dict[tuple[RunId, int], Harness] = {}
         self.journal = journal
+        self.far: dict[str, str] = {}
+        """Where children are reached by other nodes, as each has last told, by name."""
+
+    def die(self) -> None:
+        """All that runs here ends at once, and nobody takes it up again."""
+        for child in self.children.values():
+            self.end(child, ExitStatus(signal=9))
+        for harness in self.harnesses.values():
+            harness.leave(HarnessExit(lost=True))
+        self.far.clear()
 
     def end(self, child: Child, status: ExitStatus) -> None:
         if child.alive:
@@ -147,6 +158,7 @@ class Served(ABC):
     async def run(self) -> None:
         await asyncio.sleep(0.1 + self.world.rng.random() * 0.4)
         self.up = True
+        self.machine.far[self.child.name] = f"sim:{self.machine.name}/{self.child.name}/{self.child.pid}"
 
     async def serve(self, message: object, left_s: float) -> object:
         if not self.up:

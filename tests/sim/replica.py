@@ -1,22 +1,20 @@
-"""The replica of a cell: what it holds of a batch, where gradient sums are the names of their micro-steps."""
+"""The replica of a cell: what it holds of a batch, where gradient sums are the micro-steps that are in them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
-from gyre.actors.messages import (
+from gyre.actors.messages import GetLineages, Ok, Ping
+from gyre.actors.messages_replica import (
     DropOwnSums,
     DropSums,
-    GetLineages,
     LoadSnapshot,
     MergeSums,
+    MicroStep,
     MicroStepDone,
     Offload,
-    Ok,
     OptimizerStep,
-    Ping,
     Ready,
     RunMicroStep,
     ShipSums,
@@ -24,8 +22,8 @@ from gyre.actors.messages import (
     StepDone,
     SumsShipped,
 )
-from gyre.errors import Refused, Unavailable
-from gyre.ids import CellId, MicroStepId
+from gyre.errors import NotLoaded, Refused, Unavailable
+from gyre.ids import CellId
 
 from .machine import Child, Machine, Served
 from .runs import COUNTED_TOKENS
@@ -37,10 +35,10 @@ class Replica(Served):
         self.cell = cell
         self.version = -1
         self.in_memory = False
-        self.own: list[MicroStepId] = []
-        self.staged: dict[str, tuple[MicroStepId, ...]] = {}
+        self.own: list[MicroStep] = []
+        self.staged: dict[str, tuple[MicroStep, ...]] = {}
         self.used: set[str] = set()
-        self.merged: Counter[MicroStepId] = Counter()
+        self.merged: list[MicroStep] = []
         self._turn = asyncio.Lock()
 
     def died(self) -> None:
@@ -68,12 +66,14 @@ class Replica(Served):
             case RunMicroStep():
                 self._require(message.work.version)
                 for item in message.work.lineages:
-                    await world.lineages(self, GetLineages(item.run, item.attempt, (item.index,)))
+                    place = message.gateways[item.run]
+                    wanted = GetLineages(item.run, item.attempt, (item.index,))
+                    world.watch.read(item, await world.lineages(self, place, wanted))
                 await world.stage("micro-step", self.cell)
                 await asyncio.sleep(0.1 + world.rng.random() * 0.5)
-                if message.work.micro_step in self.own:
+                if any(message.work.micro_step == work.micro_step for work in self.own):
                     raise Refused(f"{message.work.micro_step} is in these sums already")
-                self.own.append(message.work.micro_step)
+                self.own.append(message.work)
                 return MicroStepDone(
                     message.work.micro_step, 0.3, {"token_count": float(COUNTED_TOKENS * len(message.work.lineages))}
                 )
@@ -83,18 +83,18 @@ class Replica(Served):
                 if message.version != self.version:
                     raise Refused(f"the sums are of version {message.version}, this replica holds {self.version}")
                 await world.stage("stage", self.cell)
-                self._keep(message.transfer, message.micro_steps)
+                self._keep(message.transfer, world.sums[message.transfer])
                 return Ok()
             case MergeSums():
                 await world.stage("merge", self.cell)
                 if message.transfer in self.used or message.transfer not in self.staged:
                     raise Refused(f"transfer {message.transfer} is not staged here")
                 micro_steps = self.staged[message.transfer]
-                if any(self.merged[name] for name in micro_steps):
+                if self._has_some_of(micro_steps):
                     raise Refused(f"a micro-step of {message.transfer} is in the batch's sums already")
                 del self.staged[message.transfer]
                 self.used.add(message.transfer)
-                self.merged.update(micro_steps)
+                self.merged += micro_steps
                 return Ok()
             case DropSums():
                 self._drop()
@@ -117,7 +117,8 @@ class Replica(Served):
         if not self.own:
             raise Refused("there are no sums to ship")
         await self.world.stage("ship", self.cell)
-        micro_steps = tuple(self.own)
+        own = self.world.sums[message.transfer] = tuple(self.own)
+        micro_steps = tuple(work.micro_step for work in own)
         if message.core is not None:
             sums = StageSums(message.transfer, "layout", self.version, micro_steps, "float32", 1, "tcp:sim:1", 1)
             try:
@@ -127,7 +128,7 @@ class Replica(Served):
             except Unavailable as error:
                 raise Refused(f"the core's replica did not take the sums: {error}") from error
         else:
-            self._keep(message.transfer, micro_steps)
+            self._keep(message.transfer, own)
         self.own.clear()
         return SumsShipped(message.transfer, micro_steps, 0)
 
@@ -135,7 +136,7 @@ class Replica(Served):
         self._require(order.version - 1)
         if self.own:
             raise Refused(f"own sums of {len(self.own)} micro-steps were neither kept nor dropped")
-        merged = Counter(self.merged)
+        merged = tuple(self.merged)
         self.version = -1
         await asyncio.sleep(0.2)
         await self.world.stage("step", self.cell)
@@ -143,18 +144,22 @@ class Replica(Served):
         digest = self.world.watch.stepped(order, merged)
         self.version = order.version
         self._drop()
-        return StepDone(order.version, digest, {"micro_steps": float(merged.total())})
+        return StepDone(order.version, digest, {"micro_steps": float(len(merged))})
 
-    def _keep(self, transfer: str, micro_steps: tuple[MicroStepId, ...]) -> None:
+    def _keep(self, transfer: str, micro_steps: tuple[MicroStep, ...]) -> None:
         if transfer in self.staged or transfer in self.used:
             raise Refused(f"transfer {transfer} was received before")
-        if any(self.merged[name] for name in micro_steps):
+        if self._has_some_of(micro_steps):
             raise Refused("a micro-step is in the batch's sums already")
         self.staged[transfer] = micro_steps
 
+    def _has_some_of(self, micro_steps: tuple[MicroStep, ...]) -> bool:
+        merged = {work.micro_step for work in self.merged}
+        return any(work.micro_step in merged for work in micro_steps)
+
     def _require(self, version: int) -> None:
         if not self.in_memory or self.version < 0 or version != self.version:
-            raise Refused(f"version {version} is not loaded")
+            raise NotLoaded(f"version {version} is not loaded")
 
     def _drop(self) -> None:
         self.own.clear()

@@ -1,7 +1,7 @@
 """The embedded store as the cluster's, and each node's client of it with what gyre.store.etcd promises.
 
 A call that the store does not answer is tried for PATIENCE_S, and is carried out once. After that it raises
-Unavailable; then it may have been carried out.
+Unavailable; then it may have been carried out. What the store refuses, or is too full for, it says at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from gyre.store.protocol import (
     Page,
     Put,
     StoreClosed,
+    StoreFull,
+    StoreRefuses,
     Txn,
     TxnResult,
 )
@@ -46,6 +48,9 @@ KEPT_REVISIONS = 60
 Watcher = Callable[[str, Txn, TxnResult, "Client", int], None]
 Striker = Callable[[str, Txn], bool]
 """What a fault does at this write of a node, before it is sent. False: the write is lost on its way."""
+Delay = Callable[[], float]
+"""For how long a watch hears nothing of what has just changed."""
+SLOW_WATCH_S = 2.5
 
 
 class Server(EmbeddedStore):
@@ -54,10 +59,28 @@ class Server(EmbeddedStore):
     def __init__(self, kept_revisions: int = KEPT_REVISIONS) -> None:
         self._plain = PlainHistory()
         super().__init__(cast(History, self._plain), None, read_only=False, kept_revisions=kept_revisions)
-        self.away_until_s = 0.0
+        self.away_until_s = self.refuses_until_s = self.full_until_s = 0.0
         self.process = Process("store")
-        self._watching: dict[asyncio.Future[None], str] = {}
+        self._watching: dict[str, list[tuple[asyncio.Future[None], Delay]]] = {}
+        """Those that have heard all, by their prefix."""
         self._told = 0
+
+    def let_in(self, *, writes: bool) -> None:
+        """Raises StoreRefuses or StoreFull, as long as a fault says so."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self.refuses_until_s:
+            raise StoreRefuses("the store refuses us")
+        if writes and now_s < self.full_until_s:
+            raise StoreFull("the store takes no more writes")
+
+    def changed(self, key: str, revision: int) -> list[Event]:
+        """What became of one key from this revision on."""
+        return self._plain.since(key, revision)
+
+    def forget(self) -> None:
+        """Compact all that has happened."""
+        if self._plain.compacted < self._plain.revision:
+            self._plain.compact(self._plain.revision)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._closed:
@@ -77,7 +100,10 @@ class Server(EmbeddedStore):
             self._trim()
         return result
 
-    async def watch(self, prefix: str, from_revision: int = 0) -> AsyncGenerator[Event, None]:
+    async def watch(
+        self, prefix: str, from_revision: int = 0, delay: Delay = lambda: 0.0
+    ) -> AsyncGenerator[Event, None]:
+        """Each watch hears of changes in their order, and what one has heard says nothing of what another has."""
         revision = from_revision or self._plain.revision + 1
         while True:
             if self._closed:
@@ -91,17 +117,23 @@ class Server(EmbeddedStore):
                     continue
             revision = max(revision, self._plain.revision + 1)
             changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watching[changed] = prefix
+            self._watching.setdefault(prefix, []).append((changed, delay))
             await changed
 
     def _wake(self, from_revision: int = 0) -> None:
-        changed = [event.kv.key for event in self._plain.since("", from_revision)] if from_revision else [""]
-        for future, prefix in list(self._watching.items()):
-            if future.done():
-                del self._watching[future]
-            elif not from_revision or any(key.startswith(prefix) for key in changed):
-                del self._watching[future]
-                future.set_result(None)
+        keys = [event.kv.key for event in self._plain.since("", from_revision)] if from_revision else []
+        for prefix in list(self._watching):
+            if not from_revision or any(key.startswith(prefix) for key in keys):
+                for future, delay in self._watching.pop(prefix):
+                    self._tell(future, delay)
+
+    def _tell(self, future: asyncio.Future[None], delay: Delay) -> None:
+        if future.done():
+            return
+        if (late_s := delay()) > 0:
+            asyncio.get_running_loop().call_later(late_s, _set, future, context=self.process.context)
+        else:
+            future.set_result(None)
 
     async def close(self) -> None:
         self._closed = True
@@ -109,6 +141,11 @@ class Server(EmbeddedStore):
             lease.stop()
         self._leases.clear()
         self._wake()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def now(coro: Coroutine[Any, Any, T]) -> T:
@@ -167,12 +204,15 @@ class Client:
                 self._written(writer, txn, result, self, token)
             return result
 
-        return await self._call(carry_out, carried=self._strike(self._place, txn))
+        writes = bool(txn.puts)
+        return await self._call(carry_out, carried=self._strike(self._place, txn), writes=writes)
 
     async def watch(self, prefix: str, from_revision: int = 0) -> AsyncGenerator[Event, None]:
         revision = from_revision or (await self.range(prefix, limit=1)).revision + 1
-        async with aclosing(self._server.watch(prefix, revision)) as events:
+        self._server.let_in(writes=False)
+        async with aclosing(self._server.watch(prefix, revision, self._delay())) as events:
             async for event in events:
+                self._server.let_in(writes=False)
                 while True:
                     loop = self._net.loop
                     heard_s = max(self._net.cut_until(PLACE, self._place), self._server.away_until_s)
@@ -181,8 +221,13 @@ class Client:
                     await asyncio.sleep(heard_s - loop.time() + self._net.latency_s(PLACE, self._place))
                 yield event
 
+    def _delay(self) -> Delay:
+        """Of one watch: most hear within a moment, and one in four is slow as long as it lasts."""
+        slow_s = SLOW_WATCH_S if self._rng.random() < 1 / 4 else 0.0
+        return lambda: self._net.latency_s(PLACE, self._place) + slow_s * self._rng.random()
+
     async def lease(self, ttl_s: float) -> Lease:
-        return SimLease(self, await self._call(lambda: now(self._server.lease(ttl_s))))
+        return SimLease(self, await self._call(lambda: now(self._server.lease(ttl_s)), writes=True))
 
     async def compact(self, revision: int) -> None:
         await self._call(lambda: now(self._server.compact(revision)))
@@ -190,10 +235,15 @@ class Client:
     async def close(self) -> None:
         """The server is everybody's."""
 
-    async def _call(self, carry_out: Callable[[], T], *, carried: bool = True) -> T:
+    async def _call(self, carry_out: Callable[[], T], *, carried: bool = True, writes: bool = False) -> T:
         """There and back. While there is no way the call waits, and is carried out, or not, before it gives up."""
         loop, net, now_s = self._net.loop, self._net, self._net.loop.time()
-        asked = _Asked(self, carry_out, loop.create_future(), now_s + PATIENCE_S)
+
+        def let_in() -> T:
+            self._server.let_in(writes=writes)
+            return carry_out()
+
+        asked = _Asked(self, let_in, loop.create_future(), now_s + PATIENCE_S)
         there_s = max(net.cut_until(self._place, PLACE), self._server.away_until_s)
         if not carried:
             asked.give_up()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import pytest
 import pytest_asyncio
 from store.conformance import StoreConformance
 
-from gyre.store.protocol import Store
+from gyre.store.protocol import Put, Store
 
 from .faults import Fault, Kind, shortest
 from .loop import Process, SimLoop, Stuck
-from .store import Server
+from .net import Network
+from .store import Client, Server
 from .world import simulate
 
 
@@ -23,6 +26,36 @@ class TestTheSimulatedStore(StoreConformance):
         store = Server(kept_revisions=10_000)
         yield store
         await store.close()
+
+
+def test_each_watch_hears_all_in_order_and_at_its_own_pace() -> None:
+    loop, heard = SimLoop(), dict[int, list[tuple[float, str]]]()
+
+    async def follow(client: Client, watch: int) -> None:
+        heard[watch] = []
+        async with aclosing(client.watch("k", 1)) as events:
+            async for event in events:
+                heard[watch].append((loop.time(), event.kv.key))
+
+    async def world() -> None:
+        server, process = Server(), Process("p")
+        net = Network(loop, random.Random(1))
+        client = Client(server, net, random.Random(2), "n0", process, lambda *_: None, lambda *_: True)
+        watching = [loop.start(process, follow(client, watch), "watch") for watch in range(12)]
+        await asyncio.sleep(1.0)
+        for number in range(9):
+            await client.txn(puts=[Put(f"k{number}", b"")])
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(20.0)
+        for each in watching:
+            each.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+
+    loop.run(world(), 100.0)
+    assert all([key for _, key in each] == [f"k{number}" for number in range(9)] for each in heard.values())
+    assert all(each == sorted(each) for each in heard.values())
+    orders = {watch: [at_s for at_s, _ in each] for watch, each in heard.items()}
+    assert any(orders[a][3] < orders[b][1] for a in orders for b in orders), "one is two changes ahead of another"
 
 
 def test_time_jumps_to_the_next_timer() -> None:

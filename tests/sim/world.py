@@ -19,11 +19,12 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,11 @@ from gyre.actors.directory import Directory
 from gyre.actors.gateway import GatewayActor
 from gyre.actors.mailbox import Broken
 from gyre.actors.membership import MembershipActor
-from gyre.actors.messages import (
-    Authority,
-    DrainEngine,
-    DrainReport,
-    GatewayStatus,
-    GetGatewayStatus,
-    GetLineages,
-    Lineages,
-    Ok,
-    Place,
-    RouteChanged,
-)
-from gyre.actors.messages_snapshots import HoldSnapshot
+from gyre.actors.messages import GetLineages, Lineages, Place
+from gyre.actors.messages_replica import MicroStep
 from gyre.actors.node import NodeActor
 from gyre.actors.outside import Outside
-from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, Ref, handles
+from gyre.actors.runtime import Actor, ActorSystem, Backoff, LocalRef, Ref
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
 from gyre.actors.supervision import Failure
@@ -62,11 +52,12 @@ from gyre.config import (
     HarnessSection,
     JobSection,
     JobSpec,
+    JournalSection,
     LimitsSection,
     ModelSection,
     TasksSection,
 )
-from gyre.errors import GyreError, Refused, Unavailable
+from gyre.errors import GyreError, NameTaken, OthersAway, Refused, Unavailable
 from gyre.harness.confine import UNCONFINED
 from gyre.harness.evaluate import Evaluation
 from gyre.harness.launch import HarnessExit
@@ -74,6 +65,7 @@ from gyre.harness.tasks import Task
 from gyre.harness.workspace import RunFolder
 from gyre.ids import CellId, NodeId, RunId, TaskId
 from gyre.jobdir import JobDir
+from gyre.sched.placement import NOWHERE
 from gyre.store import typed
 from gyre.store.protocol import KeyValue, Txn
 from gyre.store.records import CellRoleRecord, JobRecord, JobState, Keys, RunRecord, RunState
@@ -93,13 +85,22 @@ from .runs import reward_of
 from .store import PLACE, Client, Server, now
 from .watch import Watch
 
-MAIN = "n0"
-"""The node that has the runs, and at first the core. The gateways of the others have no run."""
-NO_RUNS = HarnessSection(profile="scripted", max_live=1, attempts=8).model_copy(update={"max_live": 0})
 SETTLE_S = 400.0
 """From the last fault on, for the job to end."""
 STOP_ALL_S = 60.0
-RESTART_S = 2.0
+GATEWAY_S = 20.0
+"""As long as gyre.actors.replica_process asks for a gateway that is not there."""
+TROUBLE_S = 12.0
+"""After a fault, for who was hurt by it to be as before: a node's lease, and some time to join again."""
+
+
+COMPACT_EVERY_S = 0.4
+TWIN_GOES_S = 26.0
+"""For a twin's lease to end, and for who has waited for that to be started again."""
+_HURTS_NOBODY = (Kind.COMPACT, Kind.TWIN)
+"""Of these nobody may take longer than without. A twin that joins is another matter."""
+AGAIN_S = 3.0
+"""As long as systemd waits before it starts a gyred that has ended again."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def job_spec(seed: int, layout: Layout) -> JobSpec:
             groups=2, group_size=rng.choice((2, 3)), staleness=rng.choice((0, 1)), micro_step_tokens=64, claim_s=10.0
         ),
         limits=LimitsSection(run_s=300.0, evaluator_s=5.0),
+        journal=JournalSection(copies=rng.choice((0, 1, 1, 1))),
     )
 
 
@@ -157,6 +159,9 @@ class SimOutside(Outside):
 
     def monotonic_s(self) -> float:
         return self._world.loop.time()
+
+    async def no_room(self, folder: Path) -> str:
+        return ""
 
     def connect(self, address: str, secret: str) -> Any:
         return self._world.child_ref(self._process, self._node.name, address)
@@ -217,11 +222,11 @@ class SimSite(Site):
     world: World
     name: str
     process: Process
-    targets: dict[str, Target]
+    targets: dict[LocalRef, Target]
     """What leads here to this gyred's actors."""
     held: Holder  # type: ignore[assignment]
 
-    def say(self, line: str) -> None:
+    def _tell(self, level: int, line: str) -> None:
         self.world.say(self.name, line)
 
     def _at(self, node: NodeId | None, actor: str) -> Ref | None:
@@ -231,8 +236,12 @@ class SimSite(Site):
             return None
         return self.world.actor_ref(self, node, actor)
 
-    def place(self, node: NodeId, child: str) -> Place | None:
-        return Place(f"{node}/{child}", f"sim:{node}/{child}")
+    @property
+    def has_copies(self) -> bool:
+        return len(self.world.nodes) > 1 and self.spec.journal.copies > 0
+
+    def far_addresses(self) -> dict[str, str]:
+        return dict(self.world.nodes[self.name].machine.far)
 
     def child_address(self, name: str) -> str:
         return f"sim:{self.name}/{name}"
@@ -245,7 +254,11 @@ class Holder:
         self._world = world
         self._job = job
 
-    async def hold(self, version: int) -> Path:
+    @asynccontextmanager
+    async def held(self, version: int, *, torn: bool = False) -> AsyncIterator[Path]:
+        yield await self._hold(version)
+
+    async def _hold(self, version: int) -> Path:
         path = snapshot_path(self._job.snapshots, version)
         if not path.is_dir():
             await asyncio.sleep(self._world.rng.random() * 0.3)
@@ -253,34 +266,7 @@ class Holder:
         return path
 
     async def have(self, version: int, digest: str, first: NodeId) -> Path:
-        return await self.hold(version)
-
-
-class OtherNode(Actor):
-    """The gateway and the node actor of a node that has no runs."""
-
-    def __init__(self, site: SimSite) -> None:
-        self._site = site
-
-    @handles(RouteChanged)
-    async def route(self, _: RouteChanged) -> Ok:
-        return Ok()
-
-    @handles(DrainEngine)
-    async def drain(self, _: DrainEngine) -> DrainReport:
-        return DrainReport(0, 0, 0, 0.0, 0.0)
-
-    @handles(HoldSnapshot)
-    async def hold(self, message: HoldSnapshot) -> Ok:
-        await self._site.held.hold(message.version)
-        return Ok()
-
-    @handles(Authority)
-    async def authority(self, _: Authority) -> None: ...
-
-    @handles(GetGatewayStatus)
-    async def status(self, _: GetGatewayStatus) -> GatewayStatus:
-        return GatewayStatus("", 0, 0, 0, {}, 0, 0, 0.0, 0, {})
+        return await self._hold(version)
 
 
 @dataclass(eq=False)
@@ -297,6 +283,17 @@ class Node:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     gyred: asyncio.Task[None] | None = None
     tracing: SimTracing | None = None
+    dead: bool = False
+    """For good, and its disk with it."""
+    twin_until_s: float = 0.0
+    """Until then the cluster may have another gyred under this name."""
+    troubled_until_s: float = 0.0
+    """Until then what others expect of it may take longer than it should."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it begins runs."""
+        return self.process is not None and self.process.alive and self.site is not None and self.site.ready.is_set()
 
     def token(self) -> int:
         """By which its scheduler leads; 0 when it does not."""
@@ -319,6 +316,10 @@ class World:
         self.watch = Watch(self)
         self.folder = folder
         self.nodes = {name: Node(name, Machine(self, name, Journal(), made)) for name in self.layout.nodes}
+        self.tokens = count(1)
+        """No token is sampled twice, so that what is trained tells by whom it was sampled."""
+        self.sums: dict[str, tuple[MicroStep, ...]] = {}
+        """What goes from replica to replica beside the messages, by transfer."""
         self.said: deque[str] = deque(maxlen=60)
         self._digest = hashlib.sha256()
         self._pids = 100
@@ -340,7 +341,7 @@ class World:
             if self.loop.time() > end_s:
                 self.watch.violated("the job has not ended, and nothing has gone wrong for long")
             self.watch.look()
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(3.0)
         if not self.watch.first:
             self.finished = True
             await self._end()
@@ -352,17 +353,13 @@ class World:
         return kv is not None and typed.versioned(kv, JobRecord).record.state in (JobState.FINISHED, JobState.FAILED)
 
     async def _end(self) -> None:
-        """Every node leaves in an orderly way; those that are dead or stopped come back first."""
+        """Every node leaves by itself, for the job has ended; those that are killed or stopped come back first."""
         end_s = self.loop.time() + STOP_ALL_S
         for node in self.nodes.values():
             if node.process is not None and node.process.stopped:
                 self.loop.continue_process(node.process)
-        while any(node.gyred is None or not node.gyred.done() for node in self.nodes.values()):
-            for node in self.nodes.values():
-                if node.name != MAIN or node.lives == 0:
-                    node.ended.set()
+        while left := [node.name for node in self.living() if node.gyred is None or not node.gyred.done()]:
             if self.loop.time() > end_s:
-                left = [node.name for node in self.nodes.values() if node.gyred is None or not node.gyred.done()]
                 self.watch.violated(f"gyred of {left} does not end")
                 return
             await asyncio.sleep(0.2)
@@ -388,8 +385,6 @@ class World:
         node.lives += 1
         node.process = process = Process(f"gyred {name}.{node.lives}")
         node.ended = asyncio.Event()
-        if self.finished and name != MAIN:
-            node.ended.set()
         node.gyred = self.loop.start(process, self._gyred(node, process), f"{name}")
 
     async def _gyred(self, node: Node, process: Process) -> None:
@@ -397,13 +392,7 @@ class World:
         node.site = site
 
         def failed(failure: Failure) -> None:
-            self.say(node.name, f"{failure.actor} failed in {failure.during}: {failure.error}")
-            if failure.restart_in_s is None:
-                self.watch.violated(
-                    f"{failure.actor} gives up after {failure.during}: {failure.error}\n{failure.trace}"
-                )
-            elif "fault of the simulation" not in failure.error and not self.watch.first:
-                self.surprise(failure)
+            self._failed(node.name, failure)
 
         try:
             async with ActorSystem.running(node.name, on_failure=failed, stop_s=STOP_S) as system:
@@ -416,9 +405,14 @@ class World:
             self.say(node.name, f"gyred ends: {error}")
             self.watch.violated(f"gyred of {node.name} ends: {error}")
 
-    def surprise(self, failure: Failure) -> None:
-        """An actor failed by itself. It starts again; that is right, and worth to be seen."""
-        self.said.append("    " + failure.trace.strip().replace("\n", "\n    "))
+    def _failed(self, node: str, failure: Failure) -> None:
+        self.say(node, f"{failure.actor} failed in {failure.during}: {failure.error}")
+        if not f.explains(failure):
+            self.watch.violated(
+                f"{failure.actor} failed in {failure.during} by itself: {failure.error}\n{failure.trace}"
+            )
+        elif failure.restart_in_s is None:
+            self.watch.violated(f"{failure.actor} gives up after {failure.during}: {failure.error}")
 
     async def _people(self, node: Node, site: SimSite, system: ActorSystem) -> None:
         restart = Backoff()
@@ -429,27 +423,49 @@ class World:
         def spawn(name: str, factory: Callable[[], Actor]) -> None:
             site.refs[name] = system.spawn(name, factory, restart=restart)
 
-        spawn("member", lambda: MembershipActor(site, spawn_core))
+        def taken(error: NameTaken) -> None:
+            """Its gyred ends, and is started again until the other is gone."""
+            if self.loop.time() > node.twin_until_s:
+                self.watch.violated(f"{node.name} is not let in under its own name: {error}")
+            self.later(0.0, lambda: self._crash(node.name))
+            self.later(AGAIN_S, lambda: self._back(node.name))
+
+        spawn("member", lambda: MembershipActor(site, spawn_core, taken))
+        await site.joined.wait()
         spawn("scheduler", lambda: SchedulerActor(site))
         await first_snapshot(site)
-        if node.name == MAIN:
-            spawn("gateway", lambda: GatewayActor(site))
-        else:
-            spawn("gateway", lambda: OtherNode(site))
+        spawn("gateway", lambda: GatewayActor(site))
         for cell in site.cells:
             spawn(f"cell-{cell}", lambda cell=cell: CellActor(site, cell))
-        if node.name == MAIN:
-            spawn("node", lambda: NodeActor(site, node.ended))
-        else:
-            spawn("node", lambda: OtherNode(site))
+        spawn("node", lambda: NodeActor(site, node.ended))
 
-    def _site(self, node: Node, process: Process) -> SimSite:
+    async def _twin(self, name: str, process: Process) -> None:
+        """A gyred with the name of another node, from a home of its own. Where it has joined, for the node's own has been
+        away for long, somebody notices and ends it."""
+        home = f"elsewhere {process.name}"
+        site = self._site(Node(name, Machine(self, home, Journal(), made)), process, home)
+
+        def spawn_core(factory: Callable[[], CoreActor]) -> LocalRef:
+            assert site.joined.is_set(), "it acts in the name of another node"
+            return system.spawn("core", factory)
+
+        async with ActorSystem.running(home, on_failure=lambda failure: self._failed(name, failure)) as system:
+            system.spawn("member", lambda: MembershipActor(site, spawn_core, lambda _: None), restart=Backoff())
+            await site.joined.wait()
+            self._disturb(TWIN_GOES_S)
+            self.nodes[name].troubled_until_s = self.loop.time() + TWIN_GOES_S + TROUBLE_S
+            self.loop.kill(process)
+            await asyncio.Event().wait()
+
+    def _site(self, node: Node, process: Process, home: str = "") -> SimSite:
+        """`home` is another than that of the node's own gyred for its twin."""
         node.tracing = tracing = SimTracing(process)
-        client = Client(self.server, self.net, self.rng, node.name, process, self.watch.written, self.at_write)
+        place = home or node.name
+        client = Client(self.server, self.net, self.rng, place, process, self.watch.written, self.at_write)
         kv, store = now(self.server.get(self.keys.job)), TypedStore(client)
         site = SimSite(
             node=NodeId(node.name),
-            spec=self.spec if node.name == MAIN else self.spec.model_copy(update={"harness": NO_RUNS}),
+            spec=self.spec,
             job=self.job_of(node.name),
             base=self.folder,
             model_dir=self.folder,
@@ -466,6 +482,7 @@ class World:
             cells=self.cells_of(node.name),
             directory=Directory(store, self.keys),
             outside=SimOutside(self, node, process),
+            home=home,
         )
         site.world, site.name, site.process, site.targets = self, node.name, process, {}
         site.held = Holder(self, site.job)
@@ -473,9 +490,8 @@ class World:
 
     # ------------------------------------------------------------------ who is reached how
 
-    def place_of(self, child: str) -> str:
-        kind, _, cell = child.partition("-")
-        return self.layout.cells[int(cell[1:])] if kind in ("engine", "replica") else MAIN
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.dead]
 
     def job_of(self, node: str) -> JobDir:
         return JobDir(self.folder / node)
@@ -496,10 +512,10 @@ class World:
         ref = node.site.refs.get(name)
         if not isinstance(ref, LocalRef):
             return None
-        target = node.site.targets.get(name)
+        target = node.site.targets.get(ref)
         if target is None:
             target = Target(place, node.process, lambda message, left_s: ref.ask(message, left_s, object), ref.tell)
-            node.site.targets[name] = target
+            node.site.targets[ref] = target
         return target
 
     def child_ref(self, source: Process, place: str, address: str) -> Any:
@@ -512,25 +528,25 @@ class World:
                 return None
             return served.target
 
-        return self._ref(source, place, name, find, repeats=name == "gateway")
+        return self._ref(source, place, name, find, repeats=place == where and name == "gateway")
 
     def gateway_ref(self, source: Process, place: str) -> Any:
-        return self._ref(source, place, "gateway", lambda: self._gateway())
+        """The gateway of the node, as a harness there reaches it."""
+        return self._ref(source, place, "gateway", lambda: self._gateway(place))
 
-    def _gateway(self) -> Target | None:
-        served = self.nodes[MAIN].machine.served.get("gateway")
+    def _gateway(self, node: str) -> Target | None:
+        served = self.nodes[node].machine.served.get("gateway")
         return None if served is None else served.target
 
-    async def lineages(self, replica: Served, wanted: GetLineages) -> None:
-        ref = self.gateway_ref(replica.child.process, replica.machine.name)
-        until_s = self.loop.time() + 300.0
+    async def lineages(self, replica: Served, gateway: Place, wanted: GetLineages) -> Lineages:
+        ref = self.child_ref(replica.child.process, replica.machine.name, gateway.address)
+        until_s = self.loop.time() + GATEWAY_S
         while True:
             try:
-                await ref.ask(wanted, 60.0, Lineages)
-                return
+                return await ref.ask(wanted, 60.0, Lineages)
             except Unavailable as error:
                 if self.loop.time() > until_s:
-                    raise Refused(f"the lineages of {wanted.run} are not to be had: {error}") from error
+                    raise OthersAway(f"the lineages of {wanted.run} are not to be had: {error}") from error
             await asyncio.sleep(0.2)
 
     # ------------------------------------------------------------------ what the invariants look at
@@ -551,27 +567,41 @@ class World:
         page = now(self.server.range(self.keys.roles))
         return [(self.keys.cell_of(kv.key), typed.versioned(kv, CellRoleRecord).record) for kv in page.items]
 
-    def routed(self) -> set[CellId]:
-        """The cells whose engines the gateway gives requests to."""
-        gateway = self.nodes[MAIN].machine.served.get("gateway")
-        if not isinstance(gateway, Gateway):
-            return set()
-        cells = [CellId(f"c{index}") for index in range(len(self.layout.cells))]
-        return {cell for cell in cells if gateway.engines.open(cell)}
+    def routed(self, cell: CellId) -> bool:
+        """Whether every gateway that has runs gives requests to the cell's engine, if that is there."""
+        if self.nodes[self.layout.cells[int(cell[1:])]].dead:
+            return True
+        gateways = [node.machine.served.get("gateway") for node in self.nodes.values() if node.ready]
+        return all(isinstance(gateway, Gateway) and gateway.engines.open(cell) for gateway in gateways)
 
-    def live_runs(self) -> int:
-        return sum(run.state is RunState.LIVE for run in self.run_records())
+    def has_room(self, node: NodeId, runs: Sequence[RunRecord]) -> bool:
+        """Whether the node, or any where none is named, can begin one more run."""
+        live = Counter(run.node for run in runs if run.state is RunState.LIVE)
+        able = [NodeId(each.name) for each in self.nodes.values() if each.ready]
+        return any(live[each] < self.spec.harness.max_live for each in able if node in (each, NOWHERE))
 
     def harness_lives(self, run: RunRecord) -> bool:
-        harness = self.nodes[MAIN].machine.harnesses.get((run.run, run.attempt))
+        if not run.node:
+            return False
+        harness = self.nodes[run.node].machine.harnesses.get((run.run, run.attempt))
         return harness is not None and harness.exit is None
 
     def disturbed(self) -> bool:
         return self.loop.time() < self._disturbed_until_s
 
-    def serving(self) -> bool:
-        site = self.nodes[MAIN].site
-        return site is not None and site.ready.is_set()
+    def begins(self, node: str) -> bool:
+        """Whether the node's gyred is there, and not as far yet that it sees to its runs."""
+        there = self.nodes[node].process
+        return there is not None and there.alive and not self.nodes[node].ready
+
+    def later(self, s: float, call: Callable[[], None]) -> None:
+        """In the name of nobody who can be killed."""
+        self.loop.call_later(s, call, context=self._context)
+
+    def troubled(self, *nodes: str) -> bool:
+        """Whether one of them was hurt a moment ago, or is."""
+        time_s = self.loop.time()
+        return any(time_s < self.nodes[node].troubled_until_s for node in nodes)
 
     def open_spans(self) -> Iterator[tuple[str, str]]:
         for node in self.nodes.values():
@@ -601,6 +631,7 @@ class World:
             if node == place and any(part in put.key for put in txn.puts) and not self.finished:
                 self._at_writes.remove(fault)
                 self._disturb(fault.for_s)
+                self._trouble(fault)
                 self.say("world", f"now: {fault}")
                 return self._struck(fault, node)
         return True
@@ -623,37 +654,57 @@ class World:
     def _disturb(self, for_s: float) -> None:
         self._disturbed_until_s = max(self._disturbed_until_s, self.loop.time() + for_s)
 
+    def _trouble(self, fault: Fault) -> None:
+        """Who is hurt by it, and until when; all are by what is about no node."""
+        named = [word for word in fault.where.split() if word in self.nodes]
+        for name in named or self.nodes:
+            node = self.nodes[name]
+            node.troubled_until_s = max(node.troubled_until_s, self.loop.time() + fault.for_s + TROUBLE_S)
+
     def _has(self, fault: Fault) -> bool:
-        """Whether what the fault is about is in this seed's layout."""
-        return all(word in self.nodes for word in fault.where.split() if word in ("n0", "n1", "n2"))
+        """Whether what the fault is about is there."""
+        named = [word for word in fault.where.split() if word in ("n0", "n1", "n2")]
+        return all(word in self.nodes and not self.nodes[word].dead for word in named)
 
     def _strike(self, fault: Fault) -> None:
         if self.finished or not self._has(fault):
             return
         loop, net, until_s = self.loop, self.net, self.loop.time() + fault.for_s
-        self._disturb(fault.for_s)
+        if fault.kind not in _HURTS_NOBODY:
+            self._disturb(fault.for_s)
+            self._trouble(fault)
         self.say("world", str(fault))
         words = fault.where.split()
         match fault.kind:
             case Kind.CRASH:
                 self._crash(fault.where)
                 loop.call_later(fault.for_s, self._back, fault.where)
+            case Kind.DIE:
+                self._die(fault.where)
             case Kind.PAUSE:
                 process = self.nodes[fault.where].process
                 if process is not None and process.alive:
                     loop.stop_process(process)
                     loop.call_later(fault.for_s, loop.continue_process, process)
+            case Kind.TWIN:
+                process = Process(f"twin of {fault.where} at {fault.at_s}")
+                loop.start(process, self._twin(fault.where, process), process.name)
+                loop.call_later(fault.for_s, loop.kill, process)
+                node = self.nodes[fault.where]
+                node.twin_until_s = max(node.twin_until_s, until_s + TWIN_GOES_S)
             case Kind.ACTOR:
                 system = self.nodes[words[0]].system
                 process = self.nodes[words[0]].process
                 host = system.roots.get(words[1]) if system is not None else None
                 if host is not None and process is not None and process.alive:
-                    host.put_own(Broken("fault", RuntimeError("fault of the simulation")))
+                    host.put_own(Broken("fault", f.Injected()))
             case Kind.KILL:
-                self._kill_child(fault.where)
-            case Kind.CUT:
+                self._kill_child(words[0], words[1])
+            case Kind.CUT | Kind.SEVER:
                 net.cut(words[0], words[1], until_s)
                 net.cut(words[1], words[0], until_s)
+                if fault.kind is Kind.SEVER:
+                    net.break_links(words[0], words[1])
             case Kind.CUT_ONE_WAY:
                 net.cut(words[0], words[1], until_s)
             case Kind.BREAK:
@@ -665,12 +716,23 @@ class World:
                 net.repeated_until_s = until_s
             case Kind.STORE_AWAY:
                 self.server.away_until_s = max(until_s, self.server.away_until_s)
+            case Kind.STORE_REFUSES:
+                self.server.refuses_until_s = max(until_s, self.server.refuses_until_s)
+            case Kind.STORE_FULL:
+                self.server.full_until_s = max(until_s, self.server.full_until_s)
+            case Kind.COMPACT:
+                self._compact(until_s)
             case Kind.CUT_AT_WRITE | Kind.CRASH_AT_WRITE:
                 self._at_writes.append(fault)
             case Kind.CLOCK:
                 self.nodes[fault.where].clock_s += fault.amount
             case Kind.SLOW | Kind.FAIL:
                 self._stages.setdefault(fault.where, deque()).append(fault)
+
+    def _compact(self, until_s: float) -> None:
+        self.server.forget()
+        if self.loop.time() < until_s:
+            self.later(COMPACT_EVERY_S, lambda: self._compact(until_s))
 
     def _crash(self, name: str) -> None:
         node = self.nodes[name]
@@ -680,18 +742,27 @@ class World:
             node.system = node.site = None
 
     def _back(self, name: str) -> None:
-        process = self.nodes[name].process
-        if process is None or not process.alive:
+        node = self.nodes[name]
+        if not node.dead and (node.process is None or not node.process.alive):
             self._start_gyred(name)
 
-    def _kill_child(self, where: str) -> None:
-        if where == "harness":
-            living = [h for h in self.nodes[MAIN].machine.harnesses.values() if h.exit is None]
+    def _die(self, name: str) -> None:
+        node = self.nodes[name]
+        if self.layout.outlives([name, *(other.name for other in self.nodes.values() if other.dead)]):
+            node.dead = True
+            self._crash(name)
+            node.machine.die()
+            node.machine.journal.runs.clear()
+            shutil.rmtree(self.job_of(name).root)
+
+    def _kill_child(self, node: str, name: str) -> None:
+        machine = self.nodes[node].machine
+        if name == "harness":
+            living = [harness for harness in machine.harnesses.values() if harness.exit is None]
             if living:
                 self.rng.choice(living).leave(HarnessExit(lost=True))
             return
-        machine = self.nodes[self.place_of(where)].machine
-        child = machine.children.get(where)
+        child = machine.children.get(name)
         if child is not None:
             machine.end(child, ExitStatus(signal=9))
 
@@ -712,7 +783,7 @@ def made(machine: Machine, child: Child, spec: ChildSpec) -> Served:
         case "replica":
             return Replica(machine, child, CellId(cell))
         case _:
-            return Gateway(machine, child)
+            return Gateway(machine, child, spec)
 
 
 def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Report:
@@ -736,8 +807,10 @@ def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Report:
             del world
 
 
-_OFTEN = {(scheduler, "TICK_S"): 1.0, (node_module, "GATEWAY_EVERY_S"): 2.0, (claims, "IDLE_S"): 0.6}
+_OFTEN = {(scheduler, "TICK_S"): 1.0, (node_module, "GATEWAY_EVERY_S"): 3.0, (claims, "IDLE_S"): 0.6}
 """What the actors look at again and again, less often: a job is then played in half the time."""
+_PAGE = 5
+"""Records that the store gives at once: so few that a listing may take several pages."""
 
 
 def _once(read: Callable[[KeyValue, type[Any]], Any]) -> Callable[[KeyValue, type[Any]], Any]:
@@ -761,8 +834,9 @@ def _quietly() -> Generator[None]:
     typed.unpack, typed.versioned = lru_cache(20_000)(unpack), _once(versioned)
     tasks = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
     tasks.add = lambda _: None  # nobody asks for all of them, and the list is dear
-    often = {(module, name): getattr(module, name) for module, name in _OFTEN}
-    for (module, name), s in _OFTEN.items():
+    changed = {**_OFTEN, (typed, "_PAGE"): _PAGE}
+    often = {(module, name): getattr(module, name) for module, name in changed}
+    for (module, name), s in changed.items():
         setattr(module, name, s)
     sys.unraisablehook = lambda _: None
     logging.disable(logging.CRITICAL)
@@ -784,7 +858,7 @@ def _quietly() -> Generator[None]:
 def _first_files(world: World) -> None:
     for node in world.nodes:
         job = world.job_of(node)
-        for made in (job.root, job.state, job.logs, job.snapshots, job.runs):
+        for made in (job.root, job.state, job.logs, job.journal, job.trajectories, job.snapshots, job.runs):
             made.mkdir(parents=True, exist_ok=True)
     (world.folder / "config.json").write_text("{}")
     (world.folder / "model.safetensors").write_bytes(b"weights")

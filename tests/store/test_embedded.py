@@ -18,7 +18,7 @@ import pytest_asyncio
 from gyre.errors import BadInput, Refused
 from gyre.store.embedded import EmbeddedStore
 from gyre.store.open import open_store
-from gyre.store.protocol import Compacted, Store, StoreLocked
+from gyre.store.protocol import Compacted, Store, StoreFull, StoreLocked
 
 from .conformance import StoreConformance, put, take
 
@@ -123,6 +123,22 @@ async def test_a_second_writer_is_refused_in_one_line(tmp_path: Path) -> None:
     assert str(refused.value) == f"state store {path}: process {os.getpid()} has it open; end that job first"
     await store.close()
     await EmbeddedStore.open(path).close()
+
+
+async def test_a_file_that_finds_no_room_is_a_full_store_and_with_room_it_goes_on(tmp_path: Path) -> None:
+    store = EmbeddedStore.open(tmp_path / "state.db")
+    await put(store, "/a", b"1")
+    db = store._history._db
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count = {pages + 4}")
+    with pytest.raises(StoreFull, match="free some space on its disk"):
+        await put(store, "/a", bytes(200_000))
+    kv = await store.get("/a")
+    assert kv is not None
+    assert kv.value == b"1"
+    db.execute("PRAGMA max_page_count = 1000000")
+    assert await put(store, "/a", b"2") == kv.mod_revision + 1
+    await store.close()
 
 
 async def test_a_reader_sees_a_live_job_and_a_finished_one_and_writes_neither(tmp_path: Path) -> None:

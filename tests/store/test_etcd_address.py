@@ -35,7 +35,13 @@ def test_the_least_is_one_endpoint_and_the_cluster() -> None:
 def test_a_password_may_come_from_a_file_and_its_line_end_is_none_of_it(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("from file\n")
     url = f"etcd://h:1/c?user=gyre&password_file={tmp_path}/password"
-    assert EtcdAddress.parse(url, {"GYRE_ETCD_PASSWORD": "other"}).password == "from file"
+    address = EtcdAddress.parse(url, {"GYRE_ETCD_PASSWORD": "other"})
+    assert address.password == "from file"
+    (tmp_path / "password").write_text("another\n")
+    assert address.password_now() == "another"
+    (tmp_path / "password").write_text("")
+    with pytest.raises(BadInput, match="it must hold the password, and is empty"):
+        address.password_now()
 
 
 @pytest.mark.parametrize(

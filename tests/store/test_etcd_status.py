@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gyre.errors import Refused, StorageFull, Unavailable
+from gyre.errors import Refused, Unavailable
 from gyre.store.etcd.status import Failure, error_of, failure
+from gyre.store.protocol import StoreFull, StoreRefuses
 
 
 @pytest.mark.parametrize(
@@ -41,12 +42,12 @@ def test_what_to_do_about_a_failure(code: str, text: str, meaning: Failure) -> N
 
 def test_a_person_is_told_what_to_mend() -> None:
     denied = error_of(Failure.DENIED, "permission denied", "me", "prod")
-    assert isinstance(denied, Refused)
+    assert isinstance(denied, StoreRefuses)
     assert str(denied) == (
         "etcd refuses user me: permission denied; check its password, "
         "and that its role may read and write /gyre/prod/ and gyre.receipts/prod/"
     )
     assert "a client without user=" in str(error_of(Failure.DENIED, "user name is empty", "", "prod"))
-    assert isinstance(error_of(Failure.FULL, "space", "", "prod"), StorageFull)
+    assert isinstance(error_of(Failure.FULL, "space", "", "prod"), StoreFull)
     assert isinstance(error_of(Failure.UNANSWERED, "timed out", "", "prod"), Unavailable)
     assert isinstance(error_of(Failure.OTHER, "request is too large", "", "prod"), Refused)

@@ -1,18 +1,25 @@
-"""Tiny models in Hugging Face's layout, made from a seed, and lineages for them."""
+"""Tiny models in Hugging Face's layout, made from a seed, and lineages for them; replica processes that train on those."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import signal
+import subprocess
+import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gyre.ids import RunId
 from gyre.trajectory.records import Lineage, LineageRole
+
+if TYPE_CHECKING:
+    from core_process import Core, MakeCore, Zygote
 
 VOCAB = 61
 
@@ -50,11 +57,11 @@ def make_model(tmp_path: Path) -> MakeModel:
         head = config.get("head_dim", hidden // config["num_attention_heads"])
         queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
         sizes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (VOCAB, hidden),
+            "model.embed_tokens.weight": (config["vocab_size"], hidden),
             "model.norm.weight": (hidden,),
         }
         if not config["tie_word_embeddings"]:
-            sizes["lm_head.weight"] = (VOCAB, hidden)
+            sizes["lm_head.weight"] = (config["vocab_size"], hidden)
         for layer in range(config["num_hidden_layers"]):
             at = f"model.layers.{layer}."
             for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -105,3 +112,41 @@ def make_lineage() -> MakeLineage:
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    from core_process import Zygote
+
+    program = Path(__file__).with_name("replica_zygote.py")
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Zygote(process)
+
+
+@pytest.fixture
+async def make_core(
+    tmp_path: Path, make_model: MakeModel, make_lineage: MakeLineage, zygote: Zygote
+) -> AsyncIterator[MakeCore]:
+    """Makes the folder of a core's replica, which is killed after the test. Its gateway has a lineage of each run of `RUNS`,
+    and one of the run `outside` whose tokens no model has."""
+    from core_process import RUNS, SECRET, Core, Gateway
+
+    from gyre.actors.remote import serve
+    from gyre.actors.runtime import ActorSystem
+
+    outside = dataclasses.replace(make_lineage("outside"), token_ids=array("i", [1000] * 20).tobytes())
+    lineages = {RunId(run): make_lineage(run) for run in RUNS} | {outside.run: outside}
+    made: list[Core] = []
+
+    def make(name: str, model: Path | None = None, **section: int) -> Core:
+        made.append(Core(tmp_path / name, model or make_model(name=f"{name}-model"), server.address, zygote, **section))
+        return made[-1]
+
+    async with ActorSystem.running("test") as system:
+        gateway = system.spawn("gateway", lambda: Gateway(lineages))
+        async with serve(gateway, f"unix:{tmp_path}/gateway.sock", SECRET) as server:
+            yield make
+            for core in made:
+                await core.end(signal.SIGKILL)

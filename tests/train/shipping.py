@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gyre.actors.messages import StageSums
+from gyre.actors.messages_replica import StageSums
 from gyre.train.replica import Replica
 from gyre.train.sums import Sums, from_wire
 

@@ -16,12 +16,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from write_checkpoints import check
 
 from gyre.config import CheckpointSection
 from gyre.errors import StorageFull
 from gyre.train import checkpoint_writer
 from gyre.train.checkpoint import (
+    MODEL,
     Checkpoint,
     CheckpointTorn,
     Index,
@@ -30,7 +32,6 @@ from gyre.train.checkpoint import (
     list_checkpoints,
     newest_fitting,
     read_moments,
-    read_weights,
     verify,
     why_unfit,
     write_checkpoint,
@@ -61,9 +62,9 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     write_checkpoint(small(7), tmp_path)
     path = checkpoint_path(tmp_path, 7)
     index = verify(path)
-    assert (index.version, index.snapshot, index.layout_hash) == (7, "digest-7", "layout")
+    assert (index.version, index.snapshot, index.model_hash) == (7, "digest-7", "layout")
     assert [entry.name for entry in index.files] == ["model.safetensors", "optimizer.safetensors"]
-    assert torch.equal(read_weights(path)["w"], small(7).weights["w"])
+    assert torch.equal(load_file(path / MODEL)["w"], small(7).weights["w"])
     assert torch.equal(read_moments(path)["exp_avg.w"], small(7).moments["exp_avg.w"])
     assert fitting(tmp_path) == 7
 
@@ -126,7 +127,7 @@ def test_each_that_is_passed_over_is_one_line_of_the_log(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize(
-    ("version", "layout_hash", "published", "reason"),
+    ("version", "model_hash", "published", "reason"),
     [
         (7, "layout", "digest-7", ""),
         (8, "layout", "digest-7", ""),
@@ -134,11 +135,11 @@ def test_each_that_is_passed_over_is_one_line_of_the_log(tmp_path: Path, caplog:
         (6, "layout", "digest-7", "a step that was not published"),
         (7, "layout", "digest-of-another", "a step that was taken again"),
         (8, "layout", "digest-of-another", "a step that was taken again"),
-        (7, "other", "digest-7", "layout"),
+        (7, "other", "digest-7", "of model"),
     ],
 )
-def test_what_a_checkpoint_fits(version: int, layout_hash: str, published: str, reason: str) -> None:
-    found = why_unfit(Index(7, "digest-7", "layout", ()), version, layout_hash, published)
+def test_what_a_checkpoint_fits(version: int, model_hash: str, published: str, reason: str) -> None:
+    found = why_unfit(Index(7, "digest-7", "layout", ()), version, model_hash, published)
     assert reason in found
     assert bool(reason) == bool(found)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from shipping import stage
 
-from gyre.actors.messages import MicroStep, OptimizerStep
+from gyre.actors.messages_replica import MicroStep, OptimizerStep
 from gyre.config import BatchSection, LossSection, OptimizerSection
 from gyre.ids import CellId, GroupId
 from gyre.train.batch import SettledGroup, SettledRun, plan

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gyre.actors.messages import MicroStep
+from gyre.actors.messages_replica import MicroStep
 from gyre.errors import BadInput
 from gyre.ids import CellId, MicroStepId
 from gyre.train.ledger import Ledger

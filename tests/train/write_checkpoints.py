@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from gyre.train.checkpoint import Checkpoint, keep_newest, newest_fitting, read_moments, read_weights, write_checkpoint
+from gyre.train.checkpoint import MODEL, Checkpoint, keep_newest, newest_fitting, read_moments, write_checkpoint
 
 SIZE = 20_000
 
@@ -34,7 +35,7 @@ def check(checkpoints_dir: Path) -> int:
     if found is None:
         return -1
     index, path = found
-    for tensors in (read_weights(path), read_moments(path)):
+    for tensors in (load_file(path / MODEL), read_moments(path)):
         for tensor in tensors.values():
             assert torch.equal(tensor, torch.full((SIZE,), float(index.version)))
     return index.version

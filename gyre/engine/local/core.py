@@ -78,7 +78,7 @@ class EngineCore:
         if request.rid in self._by_rid:
             raise BadInput("rid", request.rid, "it must not be that of a live request")
         if self.store.memory is None or self._weights is None:
-            raise Refused("the engine's memory is released; resume it and load weights first")
+            raise Refused("the engine's memory is released; resume it and update its weights first")
         highest = max(request.input_ids)
         if highest >= self.shape.vocab_size:
             raise BadInput("input_ids", highest, f"token ids are below {self.shape.vocab_size}")
@@ -359,10 +359,7 @@ class EngineCore:
         if weights:
             self._weights = None
 
-    def resume_memory(self, *, weights: bool, kv: bool) -> None:
-        """Take memory again. Weights are read from where they came; if that is gone, they wait for an update."""
+    def resume_memory(self, *, kv: bool) -> None:
+        """Take memory again. Weights that were released come with the next update: what they were is out of date by then."""
         if kv:
             self.store.resume()
-        if weights and self._weights is None and (self.model_path / "config.json").exists():
-            self._weights = load_weights(self.model_path, self.shape, self._config.dtype)
-            self.store.model = digest(self._weights)

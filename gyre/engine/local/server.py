@@ -205,8 +205,8 @@ class EngineServer:
         return web.json_response(None)
 
     async def _resume(self, request: web.Request) -> web.Response:
-        weights, kv = _tags(await _body(request))
-        await self.thread.call(lambda core: core.resume_memory(weights=weights, kv=kv))
+        _, kv = _tags(await _body(request))
+        await self.thread.call(lambda core: core.resume_memory(kv=kv))
         return web.json_response(None)
 
     async def _model_info(self, _: web.Request) -> web.Response:

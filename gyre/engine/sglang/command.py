@@ -73,4 +73,4 @@ _CPU = (
 
 def _gpu(engine: EngineSection, place: int) -> tuple[str, ...]:
     """A role switch gives back what the memory saver holds, and no other memory."""
-    return ("--base-gpu-id", str(place * engine.tensor_parallel), "--enable-memory-saver")
+    return ("--base-gpu-id", str(engine.first_gpu(place)), "--enable-memory-saver")

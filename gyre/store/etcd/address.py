@@ -35,6 +35,7 @@ class EtcdAddress:
     key: Path | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    password_file: Path | None = None
 
     @staticmethod
     def parse(url: str, environment: Mapping[str, str] = os.environ) -> EtcdAddress:
@@ -57,8 +58,13 @@ class EtcdAddress:
         files = {name: Path(options[name]) for name in ("ca", "cert", "key") if name in options}
         if ("cert" in files) != ("key" in files) or ("cert" in files and "ca" not in files):
             raise BadInput("store url", shown, "cert and key go together, and with ca")
-        user = options.get("user", "")
-        return EtcdAddress(endpoints, cluster, **files, user=user, password=_password(user, options, environment))
+        user, password = options.get("user", ""), _password(options, environment)
+        kept_in = Path(options["password_file"]) if "password_file" in options else None
+        return EtcdAddress(endpoints, cluster, **files, user=user, password=password, password_file=kept_in)
+
+    def password_now(self) -> str:
+        """As its file has it now, when it is kept in one. Raises BadInput for one that cannot be read."""
+        return self.password if self.password_file is None else _password_in(self.password_file)
 
     def read(self, path: Path | None) -> bytes | None:
         """The content of one of its files."""
@@ -85,22 +91,27 @@ def _options(query: str, shown: str) -> dict[str, str]:
     return options
 
 
-def _password(user: str, options: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    if not user:
+def _password(options: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    if (user := options.get("user", "")) == "":
         if "password_file" in options:
             raise BadInput("store url's option", "password_file", "it goes with user=")
         return ""
     if (path := options.get("password_file")) is not None:
-        try:
-            password = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(
-                "store url's password_file", path, f"it must be a text file that can be read ({error})"
-            ) from error
-    else:
-        password = environment.get(PASSWORD_VARIABLE, "")
-    if not password:
+        return _password_in(Path(path))
+    if not (password := environment.get(PASSWORD_VARIABLE, "")):
         raise BadInput("store url's user", user, f"set ${PASSWORD_VARIABLE}, or name a file with password_file=")
+    return password
+
+
+def _password_in(path: Path) -> str:
+    try:
+        password = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            "store url's password_file", str(path), f"it must be a text file that can be read ({error})"
+        ) from error
+    if not password:
+        raise BadInput("store url's password_file", str(path), "it must hold the password, and is empty")
     return password
 
 

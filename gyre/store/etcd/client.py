@@ -11,6 +11,7 @@ import asyncio
 import os
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 # gyred forks to start its children. grpc's own handlers of a fork, on by default, can abort the child before it is one.
@@ -23,7 +24,7 @@ from gyre.errors import BadInput, GyreError, Unavailable
 from gyre.store.etcd.address import EtcdAddress
 from gyre.store.etcd.api import Message, Method, message_class, method
 from gyre.store.etcd.status import Failure, error_of, failure
-from gyre.store.protocol import StoreClosed
+from gyre.store.protocol import StoreClosed, StoreRefuses
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ PATIENCE_S = 6.0
 """How long a call is tried on all endpoints together: an election of etcd's own, and a little more."""
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5)
 """Before the second, the third … try; the last is repeated."""
+REFUSED_S = 0.5
+"""A password that etcd has refused is not shown to it again for so long: it hashes each slowly, and everybody here waits."""
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
@@ -70,6 +73,9 @@ class EtcdClient:
         self._retired: list[grpc.aio.Channel] = []
         self._current = random.randrange(len(address.endpoints))
         self._token: str | None = None
+        self._password = address.password
+        self._refusal: tuple[float, str, str] | None = None
+        """When etcd refused our user last, with which password, and in which words."""
         self._token_lock = asyncio.Lock()
         self._heard_s: dict[str, float] = {}
         self._checks: dict[str, asyncio.Lock] = {}
@@ -224,11 +230,26 @@ class EtcdClient:
             return ""
         async with self._token_lock:
             if self._token is None:
-                self._token = await self.patiently(self._authenticate)
+                self._token = await self._new_token()
             return self._token
 
+    async def _new_token(self) -> str:
+        """With the password as it is now: it may have been changed since. Raises StoreRefuses."""
+        with suppress(BadInput):  # its file is being replaced; the one we have is as good as before
+            self._password = self.address.password_now()
+        now_s = asyncio.get_running_loop().time()
+        if self._refusal is not None:
+            refused_s, password, words = self._refusal
+            if password == self._password and now_s < refused_s + REFUSED_S:
+                raise StoreRefuses(words)
+        try:
+            return await self.patiently(self._authenticate)
+        except StoreRefuses as error:
+            self._refusal = asyncio.get_running_loop().time(), self._password, str(error)
+            raise
+
     async def _authenticate(self) -> str:
-        request = message_class("AuthenticateRequest")(name=self.address.user, password=self.address.password)
+        request = message_class("AuthenticateRequest")(name=self.address.user, password=self._password)
         endpoint = self.endpoint
         try:
             # A password is hashed slowly on purpose, so this call has longer than others.

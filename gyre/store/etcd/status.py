@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from gyre.errors import GyreError, Refused, StorageFull, Unavailable
+from gyre.errors import GyreError, Refused, Unavailable
+from gyre.store.protocol import StoreFull, StoreRefuses
 
 
 class Failure(StrEnum):
@@ -52,13 +53,14 @@ def failure(code: str, text: str) -> Failure:
 
 
 def error_of(kind: Failure, text: str, user: str, cluster: str) -> GyreError:
-    """The error that a person gets, for the failures that no retry mends."""
+    """The error that a person gets, for the failures that no other endpoint mends."""
     if kind is Failure.DENIED:
         who = f"user {user}" if user else "a client without user="
         keys = f"/gyre/{cluster}/ and gyre.receipts/{cluster}/"
-        return Refused(f"etcd refuses {who}: {text}; check its password, and that its role may read and write {keys}")
+        mend = f"check its password, and that its role may read and write {keys}"
+        return StoreRefuses(f"etcd refuses {who}: {text}; {mend}")
     if kind is Failure.FULL:
-        return StorageFull(f"etcd takes no more writes: {text}; compact, defragment, then disarm the NOSPACE alarm")
+        return StoreFull(f"etcd takes no more writes: {text}; compact, defragment, then disarm the NOSPACE alarm")
     if kind is Failure.UNANSWERED:
         return Unavailable(f"etcd does not answer: {text}")
     return Refused(f"etcd refuses the call: {text}")

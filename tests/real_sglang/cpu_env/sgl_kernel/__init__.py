@@ -1,13 +1,14 @@
 """Stands in for sglang-kernel, of which PyPI has no CPU build. SGLang then takes its own layers in plain torch.
 
-What is written here are HiCache's copies between the device's pool, which has one tensor [slots, heads, width] a layer
-for K and one for V, and the host's, in the two layouts that its `direct` back end knows.
+What is written here are the hash that makes a seed's noise, and HiCache's copies between the device's pool, which has one
+tensor [slots, heads, width] a layer for K and one for V, and the host's, in the two layouts that its `direct` back end knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from gyre_stand_in import missing, stand_in
 from torch import Tensor
 
@@ -17,6 +18,31 @@ stand_in(__name__)
 
 def __getattr__(name: str) -> object:
     return missing(f"{__name__}.{name}")
+
+
+_OPS = torch.library.Library("sgl_kernel", "DEF")
+_OPS.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_32_BITS = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 (32 bits) of each row's seed and position and each column: uint32 [rows, columns]."""
+    seeds, columns = seed.view(torch.int64)[:, None], col_indices[None, :].to(torch.int64)
+    hashed = torch.zeros(1, 1, dtype=torch.int64)
+    for words in (seeds, seeds >> 32, positions[:, None].to(torch.int64), columns):
+        mixed = _rotated((words & _32_BITS) * 0xCC9E2D51 & _32_BITS, 15) * 0x1B873593 & _32_BITS
+        hashed = (_rotated(hashed ^ mixed, 13) * 5 + 0xE6546B64) & _32_BITS
+    hashed = hashed ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashed = (hashed ^ (hashed >> shift)) * factor & _32_BITS
+    return (hashed ^ (hashed >> 16)).to(torch.uint32)
+
+
+def _rotated(words: Tensor, bits: int) -> Tensor:
+    return (words << bits | words >> (32 - bits)) & _32_BITS
+
+
+_OPS.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
 
 
 def transfer_kv_direct(

@@ -6,17 +6,18 @@ gradient lacked a lineage or had one twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from job.a_job import plans_of
 from torch import Tensor
 
-from gyre.actors.messages import LineageWork, OptimizerStep
-from gyre.cli.client import read_spec
+from gyre.actors.messages_replica import LineageWork, OptimizerStep
 from gyre.cli.report import Books
+from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
 from gyre.errors import BadInput
+from gyre.jobdir import JobDir
 from gyre.proxy.journal_writer import look_at_journal
 from gyre.proxy.journals import find_journal, journals
 from gyre.train import checkpoint
@@ -26,27 +27,33 @@ from gyre.train.snapshot import make_first_snapshot, snapshot_path
 from gyre.trajectory.records import Lineage
 from gyre.trajectory.replay import replay
 
-from .fleet import Fleet
+from .a_job import plans_of
 
 RELATIVE = 1e-3
 """Of a tensor's largest element: sums of another order differ by rounding, a lineage of a batch of six by percents."""
 
 
-async def check_gradients(fleet: Fleet, books: Books, folder: Path) -> None:
-    """Every step's gradient norm, and the optimizer's state after the last, are those of a job without any fault.
+def check_training(
+    books: Books, spec: JobSpec, root: Path, dirs: Sequence[JobDir], core: JobDir, folder: Path
+) -> list[float]:
+    """The loss of every step. Its gradient norm, and the optimizer's state after the last, are those of a job without any fault.
 
-    The core must have had one replica's state all along: moments that began anew at a takeover say nothing of before.
+    The job file stood in `root`, the journals are in `dirs`, and the last core's checkpoints in `core`. It must have had
+    one replica's state all along: moments that began anew at a takeover say nothing of before.
     """
-    spec = read_spec(fleet.dir)
-    first, _ = make_first_snapshot(model_dir(spec.model.path, fleet.root), folder / "snapshots")
+    model = model_dir(spec.model.path, root)
+    first, _ = make_first_snapshot(model, folder / "snapshots")
     config = ReplicaConfig(spec.loss, spec.optimizer, spec.checkpoint, spec.sampling.temperature)
-    alone = Replica(model_dir(spec.model.path, fleet.root), config, folder / "checkpoints", folder / "staging")
+    alone = Replica(model, config, folder / "checkpoints", folder / "staging")
     alone.load(first, 0)
+    losses: list[float] = []
     for step in books.steps:
         assert step.metrics["moments_behind"] == 0.0
         plans = plans_of(books, step, spec)
+        loss = 0.0
         for work in (work for plan in plans for work in plan.micro_steps):
-            alone.run_micro_step(work, [_lineage(fleet, wanted, spec.batch.j_max) for wanted in work.lineages])
+            lineages = [_lineage(dirs, wanted, spec.batch.j_max) for wanted in work.lineages]
+            loss += alone.run_micro_step(work, lineages).metrics["weighted_loss_sum"]
             alone.keep(work.micro_step)
             alone.merge(work.micro_step)
         path = snapshot_path(folder / "snapshots", step.version)
@@ -55,19 +62,20 @@ async def check_gradients(fleet: Fleet, books: Books, folder: Path) -> None:
             OptimizerStep(step.step, step.version, scored, learning_rate(spec.optimizer, step.step), str(path))
         )
         assert abs(done.metrics["grad_norm"] / step.metrics["grad_norm"] - 1) < RELATIVE, step
+        losses.append(loss / scored)
     assert alone.end_checkpoints(60.0)
-    core = fleet.nodes[(await fleet.core()).node]
     last = books.steps[-1].version
-    told = checkpoint.read_moments(checkpoint.checkpoint_path(core.dir.checkpoints, last))
+    told = checkpoint.read_moments(checkpoint.checkpoint_path(core.checkpoints, last))
     undisturbed = checkpoint.read_moments(checkpoint.checkpoint_path(folder / "checkpoints", last))
     assert told.keys() == undisturbed.keys()
     for name, moment in undisturbed.items():
         assert _distance(told[name], moment) < RELATIVE, name
+    return losses
 
 
-def _lineage(fleet: Fleet, wanted: LineageWork, j_max: int) -> Lineage:
+def _lineage(dirs: Sequence[JobDir], wanted: LineageWork, j_max: int) -> Lineage:
     """As its journal tells, on whichever node it lies."""
-    for folder in fleet.dirs:
+    for folder in dirs:
         with suppress(BadInput):
             records, _, _ = look_at_journal(find_journal(journals(folder.journal), wanted.run, wanted.attempt).folder)
             return replay(records).selected(j_max)[wanted.index]
