@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gyre.actors.messages_replica import MicroStep, StepDone
 from gyre.ids import CellId, MicroStepId, NodeId
-from gyre.store.records import StepRecord
+from gyre.store.records import RunRecord, StepRecord
 from gyre.train.batch import GroupPlan
 from gyre.train.ledger import Ledger
 
@@ -22,6 +22,8 @@ class Batch:
     """By the group's index."""
     homes: dict[str, NodeId] = field(default_factory=dict[str, NodeId])
     """By run, the node whose gateway has its lineages."""
+    attempts: dict[str, int] = field(default_factory=dict[str, int])
+    """By run, the attempt of which its group's plan is."""
     merged: set[MicroStepId] = field(default_factory=set[MicroStepId])
     metrics: Counter[str] = field(default_factory=Counter[str])
     """Sums over merged micro-steps, so that each counts once."""
@@ -32,6 +34,10 @@ class Batch:
 
     def untrained(self) -> list[MicroStep]:
         return [work for made in self.plans.values() for work in made.micro_steps if work.micro_step not in self.merged]
+
+    def is_of(self, runs: Iterable[RunRecord]) -> bool:
+        """Whether these runs of planned groups are what the plans are of; if not, they were run again meanwhile."""
+        return all(run.attempt == self.attempts.get(run.run) for run in runs)
 
     def homes_of(self, work: MicroStep) -> dict[str, NodeId]:
         return {item.run: self.homes[item.run] for item in work.lineages}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -38,12 +38,12 @@ from gyre.actors.messages_core import (
     WhoLeads,
 )
 from gyre.actors.messages_replica import DropSums, MergeSums, OptimizerStep, StepDone
-from gyre.actors.publication import Publication, Published
+from gyre.actors.publication import Publication, Published, runs_of
 from gyre.actors.remote import RemoteRef
 from gyre.actors.runtime import Actor, handles
 from gyre.actors.site import Site
 from gyre.errors import GyreError
-from gyre.ids import CellId, NodeId
+from gyre.ids import CellId, GroupId, NodeId
 from gyre.sched.launch import batch_of, group_id
 from gyre.store.protocol import Compacted
 from gyre.store.records import (
@@ -51,7 +51,6 @@ from gyre.store.records import (
     GroupRecord,
     GroupState,
     Purpose,
-    RunRecord,
     RunState,
     SnapshotRecord,
 )
@@ -185,7 +184,7 @@ class CoreActor(Actor):
             return
         if group.state is GroupState.SETTLED:
             if self._batch is not None and group.index in self._batch.plans:
-                await self._find_homes(group)
+                await self._settled_again(self._batch, group)
             else:
                 await self._plan(group)
             await self._step_if_due()
@@ -201,12 +200,21 @@ class CoreActor(Actor):
         self._lose(f"{group.group} is run again")
         await self._begin(self._snapshot)
 
-    async def _find_homes(self, group: GroupRecord) -> None:
-        """Runs of it may be another node's by now, which has the copies of one that is gone."""
-        for run in group.runs:
-            found = await self._site.store.get(self._site.keys.run(run), RunRecord)
-            if found is not None and self._batch is not None and run in self._batch.homes:
-                self._batch.homes[run] = found.record.node
+    async def _look_at(self, groups: Iterable[GroupId]) -> None:
+        """What became of them, whether or not the store's watch tells it."""
+        for group in groups:
+            if (found := await self._site.store.get(self._site.keys.group(group), GroupRecord)) is not None:
+                self.ref.tell(_GroupChanged(found.record))
+
+    async def _settled_again(self, batch: Batch, group: GroupRecord) -> None:
+        """Runs of it may be another node's by now, which has the copies of one that is gone. Or they were run again, and
+        that the group was open in between was not heard of."""
+        runs = await runs_of(self._site, group)
+        if not batch.is_of(runs):
+            await self._reopened(group)
+            return
+        for run in runs:
+            batch.homes[run.run] = run.node
 
     async def _plan(self, group: GroupRecord) -> None:
         batch, spec = self._batch, self._site.spec
@@ -214,18 +222,16 @@ class CoreActor(Actor):
         members = batch_of(batch.ledger.step, spec.batch.groups)
         if group.index not in members or group.index in batch.plans or batch.ledger.closed:
             return
+        found = await runs_of(self._site, group)
+        if len(found) < len(group.runs) or any(run.state is not RunState.SETTLED for run in found):
+            return  # it is run again, and that its group is open we hear next
         runs: list[SettledRun] = []
-        for run_id in group.runs:
-            run = await self._site.store.get(self._site.keys.run(run_id), RunRecord)
-            if run is None or run.record.state is not RunState.SETTLED:
-                return  # it is run again, and that its group is open we hear next
-            if run.record.outcome is None or run.record.trace is None:
+        for run in found:
+            batch.attempts[run.run] = run.attempt
+            if run.outcome is None or run.trace is None:
                 continue
-            found = run.record
-            assert found.outcome is not None
-            assert found.trace is not None
-            runs.append(SettledRun(run_id, found.attempt, found.reward, found.outcome, found.trace))
-            batch.homes[run_id] = found.node
+            runs.append(SettledRun(run.run, run.attempt, run.reward, run.outcome, run.trace))
+            batch.homes[run.run] = run.node
         made = plan(
             SettledGroup(group.group, tuple(runs)),
             batch.ledger.version,
@@ -452,7 +458,7 @@ class CoreActor(Actor):
         new = SnapshotRecord(done.version, done.digest, site.node)
         outcome, now = Published.DEPOSED, old
         if self._token != 0:
-            outcome, now = await Publication(site, self._office, old, new, step).publish(self._token)
+            outcome, now = await Publication(site, self._office, old, new, step, batch).publish(self._token)
         match outcome:
             case Published.DEPOSED:
                 self._token = 0
@@ -460,6 +466,7 @@ class CoreActor(Actor):
                 return
             case Published.REOPENED:
                 self._give_up_step(f"step {step.step} was taken, and some of its runs are run again")
+                await self._look_at(step.groups)
                 return
             case Published.OVERTAKEN:
                 self._give_up_step(f"step {step.step} was taken and version {now.record.version} was there before it")

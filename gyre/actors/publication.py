@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from gyre.actors.batch import Batch
 from gyre.actors.site import Site
 from gyre.store.election import Verdict, publish_snapshot_txn, verdict
 from gyre.store.protocol import Compare
-from gyre.store.records import CoreRecord, GroupRecord, GroupState, JobRecord, SnapshotRecord, StepRecord
+from gyre.store.records import CoreRecord, GroupRecord, GroupState, JobRecord, RunRecord, SnapshotRecord, StepRecord
 from gyre.store.typed import Versioned, put_record
 
 
@@ -27,7 +28,7 @@ class Published(StrEnum):
     REPLACED = "replaced"
     """Another cell is the core by now."""
     REOPENED = "reopened"
-    """A group was opened again: the leader had given this node up, and runs of it are run again."""
+    """A group was opened again, and may have settled since: the leader had given this node up, and runs of it are run again."""
     DEPOSED = "deposed"
     """Nothing is written: the token is no leader's any more. The next leader's may be tried."""
 
@@ -41,6 +42,8 @@ class Publication:
     old: Versioned[SnapshotRecord]
     new: SnapshotRecord
     step: StepRecord
+    batch: Batch
+    """What the step was taken on."""
 
     async def publish(self, token: int) -> tuple[Published, Versioned[SnapshotRecord]]:
         """Try until it is decided; the snapshot that is published then."""
@@ -72,7 +75,7 @@ class Publication:
         for group in self.step.groups:
             found = await site.store.get(site.keys.group(group), GroupRecord)
             assert found is not None
-            if found.record.state is GroupState.OPEN:
+            if found.record.state is GroupState.OPEN or not self.batch.is_of(await runs_of(site, found.record)):
                 return None
             as_settled.append(Compare.modified(found.key, found.mod_revision))
             taken = replace(found.record, state=GroupState.CONSUMED, step=self.step.step)
@@ -88,3 +91,9 @@ class Publication:
     async def _replaced(self) -> bool:
         now = await self.site.store.get(self.site.keys.core, CoreRecord)
         return now is None or now.mod_revision != self.office.mod_revision
+
+
+async def runs_of(site: Site, group: GroupRecord) -> list[RunRecord]:
+    """The group's runs as they are in the store now, without those that are not there."""
+    found = [await site.store.get(site.keys.run(run), RunRecord) for run in group.runs]
+    return [run.record for run in found if run is not None]

@@ -434,3 +434,54 @@ async def test_a_step_whose_runs_are_run_again_is_not_published(tmp_path: Path) 
         await bench.until_progress(lambda now: now.planned_groups == 2)
         assert await bench.ship(await bench.claim_all())
         assert len(await bench.until_step(1)) == 1
+
+
+async def run_again(site: Site) -> None:
+    """All groups settle with a second attempt at each run, and nobody hears that they were open in between."""
+    runs = await site.store.range(f"{site.keys.root}runs/", RunRecord)
+    groups = await site.store.range(f"{site.keys.root}groups/", GroupRecord)
+    again = [put_record(item.key, replace(item.record, attempt=2)) for item in runs.items]
+    await site.store.commit(Txn(puts=(*again, *(put_record(item.key, item.record) for item in groups.items))))
+
+
+def attempts_of(work: list[MicroStep]) -> set[int]:
+    return {item.attempt for micro_step in work for item in micro_step.lineages}
+
+
+async def test_runs_that_were_run_again_unheard_are_planned_anew(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        for index in (0, 1):
+            await settle_group(bench.site, index)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        assert await bench.ship([work] if (work := await bench.claim()) else [])
+        await run_again(bench.site)
+        async with asyncio.timeout(DEADLINE_S):
+            while attempts_of(found := await bench.claim_all()) != {2}:
+                await bench.core.ask(GiveBack(CORE), DEADLINE_S, Ok)
+                await asyncio.sleep(0.01)
+        assert len(found) == 4, "what the first attempts gave is not in the sums any more"
+        assert await bench.ship(found)
+        assert len(await bench.until_step(1)) == 1
+
+
+async def test_a_step_whose_runs_were_run_again_unheard_is_not_published(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        site = bench.site
+        for index in (0, 1):
+            await settle_group(site, index)
+        await bench.until_progress(lambda now: now.planned_groups == 2)
+        bench.replica.hold[OptimizerStep] = held = asyncio.Event()
+        assert await bench.ship(await bench.claim_all())
+        await until(lambda: any(isinstance(message, OptimizerStep) for message in bench.replica.seen))
+        await run_again(site)
+        held.set()
+        del bench.replica.hold[OptimizerStep]
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if found := await bench.claim_all():
+                    break
+                await asyncio.sleep(0.01)
+        assert await bench.steps() == []
+        assert attempts_of(found) == {2}
+        assert await bench.ship(found)
+        assert len(await bench.until_step(1)) == 1
