@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Generator
@@ -32,11 +33,12 @@ from gyre.actors.runtime import ActorSystem, Backoff, LocalRef
 from gyre.actors.scheduler import SchedulerActor
 from gyre.actors.site import Site
 from gyre.actors.snapshot_service import SnapshotService
+from gyre.actors.unfit import Unfit, leave_to_others
 from gyre.actors.waiting import seen_waiting
 from gyre.children import Children, boot_id, start_ticks
 from gyre.config import JobSpec
 from gyre.demo.builtin import model_dir
-from gyre.errors import NameTaken, Unavailable
+from gyre.errors import BadInput, NameTaken, Unavailable
 from gyre.harness.confine import choose
 from gyre.harness.launch import Launcher
 from gyre.harness.profiles import Settings, profile
@@ -65,6 +67,8 @@ END_GRACE_S = 5.0
 END_S = STOP_ALL_S + 2 * END_GRACE_S + 20.0
 """What the end takes at most once all is given away, and some room."""
 
+log = logging.getLogger("gyred")
+
 
 async def run_node(config: NodeConfig, service: Service) -> None:
     """Run the node until it is told to end; a lone one until its job has ended."""
@@ -86,14 +90,34 @@ async def _run_jobs(config: NodeConfig, told: Told, service: Service) -> None:
     cluster = cluster_of(config.store)
     assert cluster is not None
     with _alone(config.job.root):
-        done = ""
+        done = said = ""
         while not told.ended.is_set():
             current = await _next_job(config, cluster, done, told, service)
-            if current is not None:
-                job = JobDir(config.job.root / "jobs" / current.name)
-                await _make_ready(config, job, current, cluster)
-                await _run_job(config, job, JobSpec.from_json(current.spec), told, service)
+            if current is None:
+                return
+            job, spec = JobDir(config.job.root / "jobs" / current.name), JobSpec.from_json(current.spec)
+            await _make_ready(config, job, current, cluster)
+            try:
+                await _run_job(config, job, spec, told, service)
                 done = current.name
+            except Unfit as unfit:
+                if unfit.reason != said:
+                    log.error("%s cannot work on %s: %s", config.name, current.name, unfit.reason)
+                said = unfit.reason
+                await _leave_to_others(config, cluster, spec, unfit, told, service)
+
+
+async def _leave_to_others(
+    config: NodeConfig, cluster: str, spec: JobSpec, unfit: Unfit, told: Told, service: Service
+) -> None:
+    store = TypedStore(open_store(config.store))
+    assert config.membership is not None
+    try:
+        async with seen_waiting(config.name, config.membership, store, cluster):
+            service.ready(f"cannot work on {spec.job.name}: {unfit.reason}")
+            await leave_to_others(store, keys_for(config.store, spec.job.name), spec, unfit.reason, told)
+    finally:
+        await store.store.close()
 
 
 @contextmanager
@@ -123,7 +147,7 @@ async def _next_job(
                 over = found is not None and found.record.state in (JobState.FINISHED, JobState.FAILED)
                 if item.record.name != done and not over:
                     return item.record
-            _clear_memory(config)
+            await _clear_left(config)
             async with seen_waiting(config.name, membership, store, cluster):
                 service.ready("waits for a job")
                 await store.next_change(key, CurrentJobRecord, listing.revision + 1)
@@ -144,7 +168,7 @@ async def _make_ready(config: NodeConfig, job: JobDir, current: CurrentJobRecord
     bound_bytes = config.membership.snapshot_memory_bytes if config.membership else 0
     if not job.job_file.exists() or not bound_bytes:
         job.clear_snapshots_in_memory()  # of a job whose folder was deleted, or of a bound that was there before
-    _clear_memory(config, job)
+    await _clear_left(config, job)
     job.create()
     job.job_file.write_text(current.spec, encoding="utf-8")
     lines = (f"{key} = {json.dumps(value)}" for key, value in config.to_plain(job).items())
@@ -161,21 +185,30 @@ async def _make_ready(config: NodeConfig, job: JobDir, current: CurrentJobRecord
         await store.store.close()
 
 
-def _clear_memory(config: NodeConfig, but: JobDir | None = None) -> None:
-    """Of what a gyred that was killed has left of jobs that the cluster works on no more."""
+async def _clear_left(config: NodeConfig, but: JobDir | None = None) -> None:
+    """What a gyred that was killed has left of jobs that the cluster works on no more: processes, and snapshots in memory."""
     for folder in (config.job.root / "jobs").glob("*"):
         if (job := JobDir(folder)) != but:
+            await end_left_runs(job.runs)
+            await Children(job.state).end_all(END_GRACE_S)
+            await end_left_runs(job.runs)
             job.clear_snapshots_in_memory()
 
 
 async def _run_job(config: NodeConfig, job: JobDir, spec: JobSpec, told: Told, service: Service) -> None:
-    """Until the job has ended, or gyred is told to end. Raises NameTaken when another living gyred has the node's name."""
+    """Until the job has ended, or gyred is told to end. Raises NameTaken when another living gyred has the node's name,
+    and Unfit when a cluster's node cannot work on this job."""
     store = open_store(config.store)
     tracing = Tracing("gyred", spec.telemetry.otlp_endpoint)
     own = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     job.gyred_file.write_text(json.dumps(own), encoding="utf-8")  # the store's lock is ours, so it is true
     try:
-        site = await _site(config, job, spec, TypedStore(store), tracing)
+        try:
+            site = await _site(config, job, spec, TypedStore(store), tracing)
+        except BadInput as error:
+            if config.membership is None:
+                raise
+            raise Unfit(error) from None
         ended = asyncio.Event()
         taken: list[NameTaken] = []
 

@@ -264,7 +264,7 @@ class RunActor(Actor):
         judgement: Judgement | None = None
         if not self._cancelled and not failure_of_ours(end, report):
             scored = await self._evaluate(task, folder, end, exit_)
-            judgement = Judgement(scored.score, scored.reason)
+            judgement = Judgement(scored.score, scored.reason, scored.failed_here)
         verdict = CANCELLED if self._cancelled else judge(end, report, judgement)
         settled = await self._settle(found, verdict, trace)
         ticket_file(folder).unlink(missing_ok=True)  # of no more use: nobody takes this attempt up again

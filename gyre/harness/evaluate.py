@@ -45,6 +45,8 @@ class Evaluation:
     score: float | None
     reason: str
     """Why there is no score; empty where there is one."""
+    failed_here: bool = False
+    """This machine could not run the evaluator, which says nothing about the run: its disk is full, say."""
 
 
 async def evaluate(
@@ -76,7 +78,7 @@ async def evaluate(
         said = await _execute(sandbox.apply(spec, view, fork=False), limit_s + _MARGIN_S)
         end = keeper.End.from_json((place / "exit.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return Evaluation(None, f"the evaluator could not be run: {error}")
+        return Evaluation(None, f"the evaluator could not be run: {error}", failed_here=isinstance(error, OSError))
     return verdict(end, said, limit_s)
 
 

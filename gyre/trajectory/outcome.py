@@ -52,6 +52,8 @@ class Judgement:
 
     score: float | None
     reason: str
+    failed_here: bool = False
+    """The machine could not run the evaluator: no word on the run, nor on its evaluator."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def judge(end: HarnessEnd, report: GatewayReport, judgement: Judgement | None) -
         return Verdict(Outcome.INFRA_FAILED, None, failure)
     if judgement is None:
         return Verdict(Outcome.EVALUATOR_FAILED, None, "the run was not evaluated")
+    if judgement.failed_here:
+        return Verdict(Outcome.INFRA_FAILED, None, judgement.reason)
     if judgement.score is None:
         return Verdict(Outcome.EVALUATOR_FAILED, None, judgement.reason or "the evaluator gave no score")
     if not isfinite(judgement.score):

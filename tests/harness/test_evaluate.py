@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -47,6 +49,16 @@ print(json.dumps({"score": 1}))
     data = json.dumps({"expected": {"b.txt": "x"}}).encode()
     said = await word_of(bench, sandbox, *python(code), "{workspace}", "{task}", "{run}", data=data)
     assert said == Evaluation(1.0, "")
+
+
+async def test_a_disk_that_takes_no_evaluation_says_nothing_of_the_run(bench: Bench, sandbox: Sandbox) -> None:
+    folder = bench.folder("r1")
+    task = a_task(evaluator=("true",))
+    folder.prepare(task)
+    with patch.object(Path, "write_bytes", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        said = await evaluate(task, folder, FINISHED, 30, sandbox)
+    assert (said.score, said.failed_here) == (None, True)
+    assert "No space left on device" in said.reason
 
 
 async def test_a_timed_out_run_is_scored_on_what_it_left(bench: Bench, sandbox: Sandbox) -> None:

@@ -54,6 +54,11 @@ def test_c10_the_evaluators_budget_is_its_own_and_begins_where_the_run_ended() -
     assert late == Verdict(Outcome.EVALUATOR_FAILED, None, "not done within its 6 s")
 
 
+def test_a_machine_that_cannot_run_an_evaluator_says_nothing_of_the_run() -> None:
+    judgement = Judgement(None, "the evaluator could not be run: no space left", failed_here=True)
+    assert judge(EXITED, SERVED, judgement) == Verdict(Outcome.INFRA_FAILED, None, judgement.reason)
+
+
 @pytest.mark.parametrize("exit_code", [0, 1, 137])
 def test_an_exit_code_is_not_a_judgement(exit_code: int) -> None:
     end = HarnessEnd(HarnessEnding.EXITED, exit_code)
