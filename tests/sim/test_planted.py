@@ -238,9 +238,9 @@ def test_runs_that_are_run_again_though_they_were_trained_meanwhile(monkeypatch:
 
 
 def test_a_core_that_looks_for_tokens_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stays(self: CoreActor, group: Any) -> None: ...
+    async def stays(self: CoreActor, batch: Any, group: Any) -> None: ...
 
-    monkeypatch.setattr(CoreActor, "_find_homes", stays)
+    monkeypatch.setattr(CoreActor, "_settled_again", stays)
     assert found("has not ended", 219)
 
 
