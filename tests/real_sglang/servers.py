@@ -22,6 +22,8 @@ BLOCK_TOKENS = 16
 CELLS = CellsSection(slots=8, block_tokens=BLOCK_TOKENS, cache_tokens=65536)
 _CACHE = Path(os.environ.get("GYRE_CACHE") or Path(__file__).parents[2] / ".cache")
 PYTHON = _CACHE / "sglang-0.5.23" / "bin" / "python"
+PYTHON_WITH_GYRE = Path(__file__).parents[2] / "bin" / "sglang-python"
+"""For engines that move KV: our plug-in is in this checkout."""
 MISSING = "" if (PYTHON.parents[1] / ".made").exists() else "SGLang is not installed here: bin/sglang-env, 4 minutes"
 _START_S = 300.0
 _END_S = 30.0

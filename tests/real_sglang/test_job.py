@@ -20,11 +20,11 @@ from gyre.kv_migrate.choice import Kind
 from gyre.store.records import Role
 
 from .pair import is_scheduler, session
-from .servers import MISSING, PYTHON
+from .servers import MISSING, PYTHON_WITH_GYRE
 
 ENGINE = {
     "kind": "sglang",
-    "python": str(PYTHON),
+    "python": str(PYTHON_WITH_GYRE),
     "device": "cpu",
     "dtype": "float32",
     "moves_kv": True,
