@@ -11,14 +11,14 @@ import subprocess
 from pathlib import Path
 from typing import Any, cast
 
-from gyre.config import JobSpec
+from gyre.config import EngineSection, JobSpec
 from gyre.demo.builtin import model_dir
 from gyre.errors import BadInput, GyreError
 from gyre.harness.confine import choose
 from gyre.harness.profiles import Settings, profile
 from gyre.harness.tasks import open_source
+from gyre.kv_migrate.choice import Host, active_devices, look
 from gyre.kv_migrate.choice import choose as choose_transport
-from gyre.kv_migrate.choice import look
 from gyre.train.shape import read_shape, require_shares
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -77,11 +77,20 @@ def _engine(spec: JobSpec, base: Path) -> list[str]:
     """Whether this machine's Python has what the engine is asked to use."""
     engine = spec.engine
     if engine.kind == "local":
-        try:
-            choose_transport(engine.kv_transport, look(engine.kv_transport))
-        except BadInput as fault:
-            raise BadInput("engine.kv_transport", fault.value, fault.allowed) from fault
-        return []
+        return _transport(engine, look(engine.kv_transport))
+    # Whether mooncake can be loaded is for SGLang's Python to say.
+    return _transport(engine, Host(active_devices(), "")) + _python(engine, base)
+
+
+def _transport(engine: EngineSection, host: Host) -> list[str]:
+    try:
+        choose_transport(engine.kv_transport, host)
+    except BadInput as fault:
+        return [str(BadInput("engine.kv_transport", fault.value, fault.allowed))]
+    return []
+
+
+def _python(engine: EngineSection, base: Path) -> list[str]:
     python = str(base / engine.python) if "/" in engine.python else engine.python
     try:
         tried = subprocess.run((python, "-c", _HAS_SGLANG), capture_output=True, timeout=_PYTHON_S, check=False)

@@ -82,9 +82,14 @@ def choose(wanted: str, host: Host) -> Choice:
 
 def look(wanted: str, devices: Path = _DEVICES) -> Host:
     """What `choose` has to know for `wanted`. The Transfer Engine is only tried where it may be used."""
-    active = tuple(sorted(device.name for device in devices.glob("*") if _is_active(device)))
+    active = active_devices(devices)
     may_use_it = bool(active) if wanted == AUTO else wanted in (Kind.MOONCAKE, Kind.MOONCAKE_TCP)
     return Host(active, mooncake_fault() if may_use_it else "it was not tried")
+
+
+def active_devices(devices: Path = _DEVICES) -> tuple[str, ...]:
+    """RDMA devices with an active port."""
+    return tuple(sorted(device.name for device in devices.glob("*") if _is_active(device)))
 
 
 def mooncake_fault() -> str:

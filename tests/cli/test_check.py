@@ -24,6 +24,14 @@ def faults(**sections: dict[str, Any]) -> list[str]:
     return check_job(JobSpec.from_json(json.dumps(plain | sections)), Path())
 
 
+def python_with_sglang(folder: Path) -> str:
+    environment = folder / "python"
+    environment.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
+    environment.chmod(0o755)
+    (folder / "sglang.py").touch()
+    return str(environment)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_that_can_share_the_model_are_taken(ranks: int) -> None:
     assert faults(cells={"train_ranks": ranks}) == []
@@ -52,11 +60,7 @@ def test_a_python_without_sglang_is_a_fault(tmp_path: Path) -> None:
     ):
         (fault,) = faults(engine={"kind": "sglang", "python": python})
         assert fault == f"engine.python: {python!r} is not allowed; a Python that has SGLang is expected: {why}"
-    environment = tmp_path / "python"
-    environment.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    environment.chmod(0o755)
-    (tmp_path / "sglang.py").touch()
-    assert faults(engine={"kind": "sglang", "python": str(environment)}) == []
+    assert faults(engine={"kind": "sglang", "python": python_with_sglang(tmp_path)}) == []
 
 
 def test_a_transport_that_the_local_engine_cannot_have_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +68,19 @@ def test_a_transport_that_the_local_engine_cannot_have_is_a_fault(monkeypatch: p
     (fault,) = faults(engine={"kv_transport": "mooncake-tcp"})
     assert fault == "engine.kv_transport: 'mooncake-tcp' is not allowed; mooncake cannot be loaded (none); install it"
     assert faults(engine={"kv_transport": "tcp"}) == []
+
+
+def test_rdma_that_sglang_cannot_have_on_this_machine_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether its Python can load mooncake is not asked."""
+    engine = {"kind": "sglang", "python": python_with_sglang(tmp_path), "moves_kv": True}
+    monkeypatch.setattr("gyre.cli.check.active_devices", lambda: ())
+    (fault,) = faults(engine=engine | {"kv_transport": "mooncake"})
+    assert fault == (
+        "engine.kv_transport: 'mooncake' is not allowed; it needs an RDMA device with an active port, and there is none"
+    )
+    for transport in ("auto", "tcp", "mooncake-tcp"):
+        assert faults(engine=engine | {"kv_transport": transport}) == []
+    monkeypatch.setattr("gyre.cli.check.active_devices", lambda: ("mlx5_0",))
+    assert faults(engine=engine | {"kv_transport": "mooncake"}) == []
