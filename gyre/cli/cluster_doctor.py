@@ -29,7 +29,7 @@ from gyre.cli.doctor import (
 )
 from gyre.cli.findings import Finding, State
 from gyre.errors import GyreError
-from gyre.store.records import NodeRecord
+from gyre.store.records import CellSpecRecord, JobRecord, JobState, NodeRecord
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -78,11 +78,17 @@ async def _nodes(job: ClusterJob) -> tuple[list[Finding], list[Place]]:
         places = {each.node: Place(each.node, each.address) for each in await client.waiting(job)}
         async with client.reading(job) as (store, keys):
             nodes = [item.record for item in (await store.range(keys.nodes, NodeRecord)).items]
+            specs = [item.record for item in (await store.range(keys.cells, CellSpecRecord)).items]
+            held = await store.get(keys.job, JobRecord)
+            name = keys.root.rstrip("/").rpartition("/")[2]
     except NoJob as error:
         found.append(Finding("job", State.OK, str(error)))
-    except GyreError:  # told by the findings of the store
+    except GyreError as error:
+        found.append(Finding("node", State.FAULT, str(error), "mend what is said of the store"))
         return found, []
     else:
+        if held is None or held.record.state not in (JobState.FINISHED, JobState.FAILED):
+            found += findings.absent(name, [spec.node for spec in specs], [node.node for node in nodes])
         found += findings.troubles({node.node: node.trouble for node in nodes})
         places |= {node.node: Place(node.node, node.address) for node in nodes}
     return found, [places[node] for node in sorted(places)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -118,6 +118,18 @@ def troubles(whys: Mapping[str, str]) -> list[Finding]:
         Finding("node", State.WARNING, f"{node} gets no runs: {why}", "mend that; it takes runs again by itself")
         for node, why in sorted(whys.items())
         if why
+    ]
+
+
+def absent(job: str, joined: Collection[str], there: Collection[str]) -> list[Finding]:
+    """Of a cluster's `job` that has not ended: which nodes had joined, and which of its nodes are there now."""
+    if not there:
+        mend = "start gyred on its nodes, and see their logs; they go on where they were"
+        return [Finding("job", State.FAULT, f"no node works on {job}", mend)]
+    mend = "start its gyred, or mend the machine; where it has left for good there is nothing to do"
+    return [
+        Finding("node", State.WARNING, f"{node} had joined {job} and is not there", mend)
+        for node in sorted(set(joined) - set(there))
     ]
 
 

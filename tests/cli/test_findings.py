@@ -168,3 +168,12 @@ def test_shared_memory_has_the_room_that_the_file_gives_to_snapshots() -> None:
         State.WARNING,
         "64 MiB free at /data/job; node.snapshot_memory_mib gives snapshots 16 GiB",
     )
+
+
+def test_a_node_that_had_joined_and_is_gone_is_a_warning_and_none_at_all_a_fault() -> None:
+    assert findings.absent("job", ["a", "b", "b"], ["a", "b", "c"]) == []
+    (gone,) = findings.absent("job", ["a", "b"], ["a"])
+    assert (gone.what, gone.state, gone.found) == ("node", State.WARNING, "b had joined job and is not there")
+    for joined in (["a", "b"], []):
+        (nobody,) = findings.absent("job", joined, [])
+        assert (nobody.state, nobody.found) == (State.FAULT, "no node works on job")
