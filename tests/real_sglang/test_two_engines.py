@@ -42,6 +42,7 @@ NOISE = 1e-4
 """The most that a recompute moves a log-prob."""
 MOVE_S = 60.0
 LIMIT_S = 240.0
+SLOW_BYTES_S = 100_000.0
 POOL_TOKENS = 12288
 FLAGS = (
     *("--max-total-tokens", str(POOL_TOKENS), "--hicache-ratio", "1.25"),
@@ -284,10 +285,19 @@ async def test_a_source_that_is_flushed_while_it_is_read_gives_nothing_wrong(pai
         whole = await all_whole(b, prompts, key=99)
         starts = await asyncio.gather(*(sample(a, ids, TOTAL, 1, stop_after=20) for ids in prompts))
         so_far = [ids + start.token_ids for ids, start in zip(prompts, starts, strict=True)]
-        moves = [asyncio.ensure_future(move_prefix(a, b, ids, 1, MOVE_S)) for ids in so_far]
+        # The first goes ahead of the others, which take seconds.
+        rates = (0.0, *[SLOW_BYTES_S] * (len(so_far) - 1))
+        moves = [
+            asyncio.ensure_future(move_prefix(a, b, ids, 1, MOVE_S, bytes_s))
+            for ids, bytes_s in zip(so_far, rates, strict=True)
+        ]
+        await moves[0]
+        assert not all(move.done() for move in moves), "none was being read any more"
         await when_idle(a.flush_cache)
         reports = await asyncio.gather(*moves)
         rests = await asyncio.gather(*(continued(b, *each, key=1) for each in zip(so_far, starts, strict=True)))
+    assert reports[0].blocks
+    assert any(report.reason for report in reports[1:]), "nothing was lost"
     for moved in map(Moved, starts, reports, rests, whole):
         as_if_never_stopped(moved)
 
