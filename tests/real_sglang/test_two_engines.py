@@ -210,6 +210,8 @@ async def test_twenty_requests_stopped_anywhere_are_continued_elsewhere(pair: Pa
     for ids, moved in zip(prompts, moves, strict=True):
         as_if_never_stopped(moved)
         reading += not moved.start.token_ids
+        if not moved.start.token_ids:
+            assert moved.rest.cached_tokens == moved.report.tokens
         if 0 < len(moved.start.token_ids) < TOTAL:
             assert moved.report.reason == ""
             assert moved.rest.cached_tokens == whole_blocks(len(ids) + len(moved.start.token_ids))
