@@ -160,7 +160,13 @@ class Receipts:
             )
             try:
                 response = await self._client.ask_once(self._txn, request)
-            except (Answered, Refused, StorageFull):
+            except StorageFull:
+                # The transaction that crosses the quota is carried out, and answered as if it were not.
+                if (revision := await self._look(receipt)) is None:
+                    receipt.tried = None
+                    raise
+                return await self._read_back(txn, revision)
+            except (Answered, Refused):
                 receipt.tried = None
                 raise
             return self._result(receipt, txn, response)
@@ -194,20 +200,26 @@ class Receipts:
             raise self._lost(receipt) from error
         except StorageFull:
             # A full etcd takes no transaction that may write, not even to say that its compares fail: look instead.
-            found = await self._client.ask_once(
-                method("KV", "Range"), message_class("RangeRequest")(key=receipt.key.encode())
-            )
-            seen = messages.key_value(found.kvs[0]) if found.kvs else None
-            if seen is None or seen.value != tried:
+            if (revision := await self._look(receipt)) is None:
                 raise
-            receipt.tried, receipt.revision = None, seen.mod_revision
-            return seen.mod_revision
+            return revision
         held: KeyValue | None = None if response.succeeded else messages.found(response)[0]
         if not response.succeeded and (held is None or held.value not in (tried, never)):
             raise self._lost(receipt)
         receipt.tried = None
         receipt.revision = held.mod_revision if held else response.header.revision
         return receipt.revision if held and held.value == tried else None
+
+    async def _look(self, receipt: _Receipt) -> int | None:
+        """At which revision the last try is seen to have been carried out; None while it is not seen."""
+        found = await self._client.ask_once(
+            method("KV", "Range"), message_class("RangeRequest")(key=receipt.key.encode())
+        )
+        seen = messages.key_value(found.kvs[0]) if found.kvs else None
+        if seen is None or seen.value != receipt.tried:
+            return None
+        receipt.tried, receipt.revision = None, seen.mod_revision
+        return seen.mod_revision
 
     def _lost(self, receipt: _Receipt) -> _Lost:
         receipt.tried = None
